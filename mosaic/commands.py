@@ -1,0 +1,139 @@
+"""What each command of the command line does."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mosaic import demo
+from mosaic.agents.chat import ChatFormat
+from mosaic.checkpoint import derive_seed
+from mosaic.config import ConfigError, RunConfig, load_config
+from mosaic.log import RunError, read_trajectory_file
+from mosaic.models import load_policy
+from mosaic.parts import make_decoder, make_engine, make_judge, make_tasks, make_tools
+from mosaic.progress import Progress
+from mosaic.report import build_report, print_summary
+from mosaic.rollout.collect import collect
+from mosaic.scoring import MarginalGainScorer
+from mosaic.train import open_run, rollout_metrics, tasks_of_step, train
+from mosaic.trajectory import Trajectory
+
+# What a user can put right: shown as one message.
+USER_ERRORS = (ConfigError, RunError, FileNotFoundError)
+
+
+def run_demo(arguments: argparse.Namespace) -> None:
+    demo.run(arguments.output, arguments.overrides, quick=arguments.quick, resume=arguments.resume)
+
+
+def run_train(arguments: argparse.Namespace) -> None:
+    progress = Progress()
+    directory = train(load_config(arguments.config, arguments.overrides), resume=arguments.resume, progress=progress)
+    _finish(directory, progress.console)
+
+
+def run_rollout(arguments: argparse.Namespace) -> None:
+    config, console = load_config(arguments.config, arguments.overrides), Console()
+    tasks = tasks_of_step(make_tasks(config), config, 1)
+    log, _ = open_run(config, resume=False)
+    trajectories, metrics = _sample(config, tasks, step=1)
+    log.write_trajectories(1, [trajectory.to_dict() for trajectory in trajectories])
+    log.write_metrics(1, metrics)
+    _print_metrics(metrics, console, title="rollouts")
+    console.print(f"trajectories and metrics: {log.directory}", highlight=False)
+
+
+def run_score(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.config, arguments.overrides)
+    records = read_trajectory_file(arguments.trajectories)
+    trajectories = [Trajectory.from_dict({k: v for k, v in r.items() if k != "training"}) for r in records]
+    model, tokenizer = load_policy(config.model.path, adapter=config.model.adapter)
+    scorer = MarginalGainScorer(
+        model,
+        tokenizer,
+        granularity=arguments.granularity,
+        space=config.algorithm.gain_space,
+        autocast=config.autocast_dtype,
+    )
+    for trajectory, score in zip(trajectories, scorer.score(trajectories)):
+        line: dict[str, Any] = {"prompt_id": trajectory.prompt_id, "answer": score.answer}
+        line |= {"gain": score.gain.tolist(), "eligible": score.eligible.tolist(), "turn_gain": score.turn_gain}
+        line["value"] = [{"session": s.session, "length": s.length, "value": v} for s, v in score.value.items()]
+        print(json.dumps(line))
+
+
+def run_eval(arguments: argparse.Namespace) -> None:
+    config, console = load_config(arguments.config, arguments.overrides), Console()
+    tasks = make_tasks(config)
+    if arguments.count is not None:
+        if not 0 < arguments.count <= len(tasks):
+            raise ConfigError(f"--count must be between 1 and the {len(tasks)} tasks there are, got {arguments.count}")
+        tasks = tasks[: arguments.count]
+    log, _ = open_run(config, resume=False)
+    trajectories, metrics = _sample(config, tasks, step=1)
+    log.write_trajectories(1, [trajectory.to_dict() for trajectory in trajectories])
+    log.write_metrics(1, metrics)
+    _print_metrics(metrics, console, title=f"evaluation of {len(tasks)} prompts")
+
+
+def _sample(config: RunConfig, tasks: list, step: int) -> tuple[list[Trajectory], dict[str, Any]]:
+    """Judged rollouts of `tasks` by the configured policy, and their metrics."""
+    judge, tools, progress = make_judge(config), make_tools(config), Progress()
+    model, tokenizer = load_policy(config.model.path, adapter=config.model.adapter)
+    engine = make_engine(model, config)
+    del model
+    with progress.stage("rollouts", len(tasks) * config.rollout.group_size) as advance:
+        trajectories, dropped = asyncio.run(
+            collect(
+                tasks,
+                engine=engine,
+                chat=ChatFormat(tokenizer, tool_format=config.agent.tool_format),
+                tools=tools,
+                judge=judge,
+                config=config,
+                seed=derive_seed(config.seed, "rollout", step),
+                on_done=advance,
+            )
+        )
+    return trajectories, rollout_metrics(trajectories, dropped)
+
+
+def run_report(arguments: argparse.Namespace) -> None:
+    _finish(Path(arguments.run), Console())
+
+
+def run_warmstart(arguments: argparse.Namespace) -> None:
+    from mosaic.warmstart import train_adapter
+
+    agent = demo.demo_config(arguments.output).agent
+    train_adapter(Path(arguments.output), agent=agent, seed=arguments.seed, updates=arguments.updates, progress=Progress())
+
+
+def _finish(directory: Path, console: Console) -> None:
+    print_summary(directory, console)
+    console.print(f"report: {build_report(directory, decode=make_decoder(directory))}", highlight=False)
+
+
+def _print_metrics(metrics: dict[str, Any], console: Console, title: str) -> None:
+    table = Table("metric", "value", title=title)
+    for key, value in metrics.items():
+        table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+    console.print(table)
+
+
+COMMANDS = {
+    "demo": run_demo,
+    "train": run_train,
+    "rollout": run_rollout,
+    "score": run_score,
+    "eval": run_eval,
+    "report": run_report,
+    "warmstart": run_warmstart,
+}

@@ -1,0 +1,113 @@
+"""The demo's warm-start: a LoRA adapter trained on a scripted expert's trajectories, so that the model speaks the
+protocol (calls, forks, summaries, answers) well enough for rewards to vary."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mosaic.agents import SCENARIOS
+from mosaic.agents.chat import ChatFormat
+from mosaic.batch import Batch, pack
+from mosaic.checkpoint import derive_seed, seed_everything
+from mosaic.config import AgentConfig
+from mosaic.expert import ExpertEngine
+from mosaic.models import head, load_policy
+from mosaic.progress import Progress
+from mosaic.rewards import ExactMatchJudge
+from mosaic.tasks import atlas
+from mosaic.tools.local import local_tools
+from mosaic.trajectory import Trajectory
+from mosaic.update import packed_hidden
+from mosaic_kernels import linear_logprob
+
+SHIPPED = Path(__file__).parent / "warmstart_adapter"
+RANK = 8
+PEAK_LR = 1e-3
+TRAJECTORIES_PER_UPDATE = 4
+
+
+def merge_adapter(model: torch.nn.Module, adapter: str) -> torch.nn.Module:
+    """`model` with a LoRA adapter's update added to its weights; "warmstart" names the shipped adapter.
+
+    Raises:
+        FileNotFoundError: the folder holds no adapter.
+    """
+    folder = SHIPPED if adapter == "warmstart" else Path(adapter)
+    if not (folder / "adapter_config.json").is_file():
+        raise FileNotFoundError(f"adapter {str(folder)!r} is no folder with an adapter_config.json: give a LoRA adapter's folder")
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+
+
+def expert_trajectories(chat: ChatFormat, agent: AgentConfig, *, seed: int) -> Iterator[Trajectory]:
+    """Trajectories of the scripted expert on train tasks that end in an answer of its own accord, and a right one;
+    scenarios take turns, without end."""
+    tools, judge = local_tools(), ExactMatchJudge()
+    tasks = atlas.tasks("train", seed=seed)
+    number = 0
+    while True:
+        task, scenario = tasks[number % len(tasks)], ("compaction", "forking")[number % 2]
+        rollout = SCENARIOS[scenario](
+            task,
+            engine=ExpertEngine(task, chat, forks=scenario == "forking"),
+            chat=chat,
+            tools=tools,
+            config=agent,
+            seed=derive_seed(seed, "expert", number),
+            prompt_index=number,
+            rollout_index=0,
+        )
+        trajectory = asyncio.run(rollout)
+        number += 1
+        if isinstance(trajectory, Trajectory):
+            trajectory.reward = asyncio.run(judge(task.question, task.answers, trajectory.metadata["answer"]))
+            forced = any(key.startswith("forced") for key in trajectory.metadata["counts"])
+            if trajectory.reward == 1.0 and not forced:
+                yield trajectory
+
+
+def train_adapter(output: Path, *, agent: AgentConfig, seed: int, updates: int, progress: Progress) -> None:
+    """Trains a rank-8 LoRA adapter of SmolLM2 by maximum likelihood of the expert's policy tokens and saves it."""
+    from peft import LoraConfig, get_peft_model
+
+    seed_everything(seed, "warmstart")
+    model, tokenizer = load_policy("smollm2")
+    chat = ChatFormat(tokenizer, tool_format=agent.tool_format)
+    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=PEAK_LR, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=updates, pct_start=0.1)
+    trajectories = expert_trajectories(chat, agent, seed=seed)
+    model.train()
+    with progress.stage("warm-start", updates) as advance:
+        for _ in range(updates):
+            batch = pack([next(trajectories) for _ in range(TRAJECTORIES_PER_UPDATE)])
+            loss = 0.0
+            for micro in batch.micro_batches(2048):
+                part = -_logprob(model, micro).sum() / batch.mask.sum()
+                part.backward()
+                loss += float(part.detach())
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=True)
+            advance()
+            progress.console.print(f"loss {loss:.3f}", highlight=False)
+    for parameter in parameters:
+        parameter.data = parameter.data.to(torch.bfloat16)
+    model.save_pretrained(output)
+    facts = {"command": f"mosaic warmstart --seed {seed} --updates {updates}", "seed": seed, "updates": updates, "loss": loss}
+    (output / "origin.json").write_text(json.dumps({**facts, "agent": agent.model_dump(mode="json")}, indent=2) + "\n")
+
+
+def _logprob(model: Any, batch: Batch) -> torch.Tensor:
+    weight, bias, softcap = head(model)
+    hidden = packed_hidden(model, batch, torch.bfloat16)
+    return linear_logprob(hidden, weight, batch.target, bias=bias, softcap=softcap, mask=batch.mask).logprob

@@ -1,0 +1,55 @@
+"""Which backends exist here, and which one serves a call: the whole of dispatch."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+try:
+    from mosaic_kernels import _C as extension
+except ImportError as error:
+    extension = None
+    _extension_reason = f"the compiled extension does not load ({error}); reinstall with: pip install -e ."
+else:
+    _extension_reason = ""
+
+BACKENDS = ("reference", "cpu", "triton", "cuda")
+
+
+def available_backends() -> dict[str, str]:
+    """Each backend's name with "available", or why it is not.
+
+    >>> available_backends()["reference"]
+    'available'
+    """
+    return {
+        "reference": "available",
+        "cpu": _extension_reason or "available",
+        "triton": "no op has a Triton kernel in this version",
+        "cuda": "no op has a CUDA kernel in this version",
+    }
+
+
+def pick(op: str, backend: str | None, modules: dict[str, ModuleType], **call: Any) -> ModuleType:
+    """The module that serves `call`.
+
+    Args:
+        op: the op's name, for messages.
+        backend: a name of BACKENDS, or None for the fastest that can serve the call.
+        modules: the op's backends, fastest first, "reference" last. Each but the reference has
+            `supports(**call) -> str`: "" or the reason why it cannot serve the call.
+
+    Raises:
+        ValueError: `backend` is no backend's name.
+        NotImplementedError: the backend asked for cannot serve the call; the message names the reason.
+    """
+    if backend is None:
+        return next(m for name, m in modules.items() if name == "reference" or not m.supports(**call))
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "reference":
+        return modules["reference"]
+    reason = modules[backend].supports(**call) if backend in modules else f"it has no {backend} kernel in this version"
+    if reason:
+        raise NotImplementedError(f"{op}: backend={backend!r} cannot serve this call: {reason}")
+    return modules[backend]

@@ -1,0 +1,126 @@
+"""Op 2: the ragged token-level policy loss, what it averages over, and the losses beside it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mosaic_kernels._backend import pick
+from mosaic_kernels.layout import Layout
+from mosaic_kernels.policy_loss import reference
+from mosaic_kernels.policy_loss.arguments import check_packed
+from mosaic_kernels.policy_loss.normalization import normalization_weights, weights_of, whiten
+from mosaic_kernels.policy_loss.objectives import Cispo, Clip, EntropyBonus, KLPenalty, Objective, Reinforce, Sao
+from mosaic_kernels.policy_loss.reductions import compute_dtype
+from mosaic_kernels.policy_loss.rollout import RolloutCorrection, rollout_correction
+from mosaic_kernels.policy_loss.value import ValueLoss, value_loss
+
+__all__ = [
+    "Cispo",
+    "Clip",
+    "EntropyBonus",
+    "KLPenalty",
+    "Objective",
+    "PolicyLoss",
+    "Reinforce",
+    "RolloutCorrection",
+    "Sao",
+    "ValueLoss",
+    "normalization_weights",
+    "policy_loss",
+    "rollout_correction",
+    "value_loss",
+    "whiten",
+]
+
+_MODULES = {"reference": reference}
+
+
+class PolicyLoss(NamedTuple):
+    """Result of `policy_loss`: the 0-d loss to minimise, and detached 0-d metrics by name."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def policy_loss(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    layout: Layout,
+    *,
+    mask: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    objective: Objective = Clip(),  # noqa: B008 (frozen)
+    importance_weight: Tensor | None = None,
+    kl: KLPenalty | None = None,
+    entropy_bonus: EntropyBonus | None = None,
+    backend: str | None = None,
+) -> PolicyLoss:
+    """The policy-gradient loss of packed tokens, with its metrics.
+
+        loss = sum over active t of w_t (iw_t L_t + kl.coef kl_t - entropy_bonus.coef entropy_t)
+        L_t from the objective and r_t = exp(clamp(logprob_t - old_logprob_t, -20, 20)); no gradient outside the clamp
+
+    Args:
+        logprob: [T] log-probs under the policy being trained, floating point.
+        old_logprob: [T] log-probs under the policy before the update (for `Sao`, the rollout engine's); a constant.
+        advantage: [T]; a constant.
+        layout: T tokens.
+        mask: [T] bool or integer, non-zero on active (policy) tokens; None: all. Nothing is read at masked positions.
+        token_weight: [T] w, a constant. Default `normalization_weights(layout, mask, "trajectory")`, which is right
+            only if this call holds the whole optimiser step: for micro-batches and ranks compute the weights of the
+            step first and pass their slice.
+        objective: `Clip`, `Cispo`, `Sao`, `Reinforce`, or another `Objective`.
+        importance_weight: [T] iw, a constant, for instance `rollout_correction(...).weight`; default 1.
+        kl: `KLPenalty`, or None.
+        entropy_bonus: `EntropyBonus`, or None; differentiable in its entropy.
+        backend: "reference", "cpu", "triton", "cuda", or None for the fastest that can serve the call.
+
+    Returns:
+        PolicyLoss: the loss, differentiable in `logprob` and in the entropy given; and metrics over active tokens (0
+        if there are none): clip_fraction (tokens where the clipped, zeroed or capped branch decides L; never those
+        with advantage 0), approx_kl = mean(r - 1 - log r), ratio_mean and ratio_max (before clipping; r is the
+        objective's, so one value a unit for `Clip(level="segment")`), kl, entropy (0 if not given), policy_tokens and
+        nonfinite_tokens (int64). All on the inputs' device: nothing here waits for it.
+        Maths in float32, in float64 for a float64 `logprob`. A non-finite value of any tensor given, at an active
+        position, makes the loss and that token's gradient NaN and is counted in nonfinite_tokens.
+
+    Raises:
+        ValueError: a tensor is not [T], lies on another device than the layout, or `backend` is no backend's name.
+        TypeError: a tensor is not floating point, the mask not bool or integer, or an argument of the wrong kind.
+        NotImplementedError: the backend asked for cannot serve the call.
+
+    Source: the objectives of Mosaic (each rollout averaged over its own tokens) and of CompactionRL (kind "token").
+
+    >>> import torch
+    >>> logprob = torch.log(torch.tensor([0.75, 0.25]))
+    >>> old, advantage = torch.log(torch.tensor([0.5, 0.5])), torch.tensor([1.0, 1.0])  # ratios 1.5 and 0.5
+    >>> out = policy_loss(logprob, old, advantage, Layout([0, 2]))
+    >>> round(out.loss.item(), 3), out.metrics["clip_fraction"].item()  # -(1.28 + 0.5) / 2
+    (-0.89, 0.5)
+    """
+    if not isinstance(objective, Objective):
+        raise TypeError(f"objective must be an instance such as Clip() or Cispo(high=0.28), got {objective!r}")
+    for name, term, kind in (("kl", kl, KLPenalty), ("entropy_bonus", entropy_bonus, EntropyBonus)):
+        if term is not None and not isinstance(term, kind):
+            raise TypeError(f"{name} must be a {kind.__name__} or None, got {type(term).__name__}")
+    mask = check_packed(
+        layout,
+        mask,
+        {"logprob": logprob, "old_logprob": old_logprob, "advantage": advantage},
+        {
+            "token_weight": token_weight,
+            "importance_weight": importance_weight,
+            "ref_logprob": None if kl is None else kl.ref_logprob,
+            "entropy": None if entropy_bonus is None else entropy_bonus.entropy,
+        },
+    )
+    module = pick("policy_loss", backend, _MODULES, objective=objective, logprob=logprob)
+    if token_weight is None:
+        token_weight = weights_of(layout, mask, "trajectory", compute_dtype(logprob))
+    loss, metrics = module.forward(
+        logprob, old_logprob, advantage, layout, mask, token_weight, objective, importance_weight, kl, entropy_bonus
+    )
+    return PolicyLoss(loss, metrics)

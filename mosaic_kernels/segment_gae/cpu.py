@@ -1,0 +1,111 @@
+"""The compiled CPU kernel of `segment_gae` as a torch.library op."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mosaic_kernels._backend import available_backends, extension
+from mosaic_kernels.layout import Layout
+from mosaic_kernels.segment_gae.lam import check_values
+from mosaic_kernels.segment_gae.reference import raise_orphan
+
+_library = torch.library.Library("mosaic_kernels", "FRAGMENT")
+_library.define(
+    "segment_gae(Tensor reward, Tensor value, Tensor mask, Tensor cu_seqlens, Tensor segment_trajectory, Tensor lam, "
+    "Tensor? lam_critic, Tensor? bootstrap_value, Tensor gamma, str correction, bool corrected_returns, "
+    "SymInt num_trajectories) -> (Tensor, Tensor)"
+)
+
+
+def supports(reward: Tensor, value: Tensor) -> str:
+    if extension is None:
+        return available_backends()["cpu"]
+    if reward.device.type != "cpu":
+        return f"the tensors are on {reward.device}"
+    if torch.float64 in (reward.dtype, value.dtype):
+        return "it returns float32, and float64 inputs ask for float64: use backend='reference'"
+    return ""
+
+
+def forward(
+    reward: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    layout: Layout,
+    lam: Tensor,
+    lam_critic: Tensor | None,
+    bootstrap_value: Tensor | None,
+    gamma: Tensor,
+    correction: str,
+    corrected_returns: bool,
+) -> tuple[Tensor, Tensor]:
+    return torch.ops.mosaic_kernels.segment_gae(
+        reward,
+        value,
+        mask,
+        layout.cu_seqlens,
+        layout.segment_trajectory,
+        lam,
+        lam_critic,
+        bootstrap_value,
+        gamma,
+        correction,
+        corrected_returns,
+        layout.num_trajectories,
+    )
+
+
+def _segment_gae(
+    reward: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    segment_trajectory: Tensor,
+    lam: Tensor,
+    lam_critic: Tensor | None,
+    bootstrap_value: Tensor | None,
+    gamma: Tensor,
+    correction: str,
+    corrected_returns: bool,
+    num_trajectories: int,
+) -> tuple[Tensor, Tensor]:
+    check_values("lam", lam, segment_trajectory, num_trajectories, correction)
+    if lam_critic is not None:
+        check_values("lam_critic", lam_critic, segment_trajectory, num_trajectories, correction)
+    reward, value = reward.float().contiguous(), value.float().contiguous()
+    advantage, returns = torch.empty_like(reward), torch.empty_like(reward)
+    # Named, so that what a pointer points at lives until the kernel is done.
+    mask, cu_seqlens, segment_trajectory = mask.contiguous(), cu_seqlens.contiguous(), segment_trajectory.contiguous()
+    lam = lam.contiguous()
+    lam_critic = None if lam_critic is None else lam_critic.contiguous()
+    bootstrap_value = None if bootstrap_value is None else bootstrap_value.float().contiguous()
+    orphan = extension.segment_gae(
+        reward=reward.data_ptr(),
+        value=value.data_ptr(),
+        mask=mask.data_ptr(),
+        cu_seqlens=cu_seqlens.data_ptr(),
+        segment_trajectory=segment_trajectory.data_ptr(),
+        lam=lam.data_ptr(),
+        lam_critic=0 if lam_critic is None else lam_critic.data_ptr(),
+        bootstrap_value=0 if bootstrap_value is None else bootstrap_value.data_ptr(),
+        num_segments=segment_trajectory.numel(),
+        num_trajectories=num_trajectories,
+        gamma=gamma.item(),
+        correction=getattr(extension.Correction, correction),
+        corrected_returns=corrected_returns,
+        threads=torch.get_num_threads(),
+        advantage=advantage.data_ptr(),
+        returns=returns.data_ptr(),
+    )
+    if orphan >= 0:
+        raise_orphan(orphan, correction)
+    return advantage, returns
+
+
+def _fake_segment_gae(reward: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return reward.new_empty(reward.shape, dtype=torch.float32), reward.new_empty(reward.shape, dtype=torch.float32)
+
+
+_library.impl("segment_gae", _segment_gae, "CPU")
+torch.library.register_fake("mosaic_kernels::segment_gae", _fake_segment_gae, lib=_library)
