@@ -93,6 +93,12 @@ class Batch:
         fields = vars(self).items()
         return Batch(**{name: x.to(device) if isinstance(x, (Tensor, Layout)) else x for name, x in fields})
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name, the layout's included: what `torch.load` reads back without knowing this class."""
+        ids = ("cu_seqlens", "segment_trajectory", "trajectory_group")
+        layout = {name: getattr(self.layout, name) for name in ids}
+        return {**{name: x for name, x in vars(self).items() if isinstance(x, Tensor)}, **layout}
+
     def _pick(self, segments: list[int]) -> Batch:
         keep = torch.zeros(self.layout.num_segments, dtype=torch.bool)
         keep[segments] = True
@@ -136,15 +142,19 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
     )
     input_ids = torch.tensor([token for _, session in sessions for token in session.token_ids], dtype=torch.int64)
     rows = [_rows(session) for _, session in sessions]
-    mask, turn, rollout_logprob = (torch.cat([row[k] for row in rows]) if rows else torch.empty(0) for k in range(3))
-    if not rollout_logprob[mask.bool()].isfinite().all():
+    mask, turn, rollout_logprob = (
+        # An empty piece first: without trajectories there is nothing to take the dtype from.
+        torch.cat([torch.empty(0, dtype=dtype), *(row[k] for row in rows)])
+        for k, dtype in enumerate((torch.bool, torch.int64, torch.float32))
+    )
+    if not rollout_logprob[mask].isfinite().all():
         raise ValueError("response_logprobs must be finite on policy tokens: drop such a trajectory before packing")
     temperature = torch.tensor([session.temperature for _, session in sessions], dtype=torch.float32)
     return Batch(
         input_ids=input_ids,
         target=shifted_targets(input_ids, layout),
         layout=layout,
-        mask=mask.bool(),
+        mask=mask,
         temperature=layout.segment_to_token(temperature),
         turn=turn,
         rollout_logprob=rollout_logprob,

@@ -52,8 +52,7 @@ def save_checkpoint(folder: Path, step: int, *, model, tokenizer, optimizer, sch
     shutil.rmtree(target, ignore_errors=True)
     os.replace(staging, target)
     sync(folder)
-    for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+    discard_leftovers(folder, keep)
     return target
 
 
@@ -62,9 +61,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
 
 
-def discard_leftovers(folder: Path) -> None:
-    """Removes what a killed save left behind."""
-    for path in folder.glob(".step_*"):
+def discard_leftovers(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints, and what a killed save left behind."""
+    for path in [*folder.glob(".step_*"), *list_checkpoints(folder)[:-keep]]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -73,6 +72,9 @@ def restore_training(checkpoint: Path, *, optimizer, schedule) -> int:
     saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
     optimizer.load_state_dict(saved["optimizer"])
     schedule.load_state_dict(saved["schedule"])
+    # The run's steps may have grown, and a decay with them: the next rate need not be the one that was saved.
+    for group, lr, scale in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas):
+        group["lr"] = lr * scale(schedule.last_epoch)
     state = json.loads((checkpoint / "state.json").read_text())
     _restore_random(state["random"])
     return state["step"]

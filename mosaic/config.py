@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import yaml
@@ -13,47 +14,75 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 class Section(BaseModel):
-    """Unknown keys are errors."""
+    """Unknown keys are errors, and so are NaN and infinity."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class AgentConfig(Section):
     """Limits and protocol of one agent, all lengths in tokens."""
 
     session_limit: int = Field(131072, gt=0, description="L': most tokens of one session, prompt included")
-    reserve: int = Field(16384, gt=0, description="B: tokens kept free for the next generation; a turn that would leave less is discarded")
+    reserve: int = Field(
+        16384,
+        gt=0,
+        description="B: tokens kept free for the next generation; a turn that would leave less is discarded",
+    )
     max_turn_tokens: int = Field(16384, gt=0, description="most tokens sampled in one turn")
     max_turns: int = Field(200, gt=0, description="most turns of one session, then the forced answer")
-    max_format_errors: int = Field(5, ge=0, description="malformed turns answered in one session; one more forces the answer")
+    max_format_errors: int = Field(
+        5, ge=0, description="malformed turns answered in one session; one more forces the answer"
+    )
     max_compactions: int = Field(10, ge=0, description="most successful compactions of one rollout")
-    compaction_style: Literal["record", "live"] = Field("record", description="record: a summariser session over the serialised history (Mosaic); live: an instruction appended to the live history (CompactionRL)")
-    compaction_threshold: int = Field(16384, gt=0, description="live style: compact when fewer tokens than this are left of session_limit (T_comp)")
+    compaction_style: Literal["record", "live"] = Field(
+        "record",
+        description="record: a summariser session over the serialised history (Mosaic); live: an instruction appended to "
+        "the live history (CompactionRL)",
+    )
+    compaction_threshold: int = Field(
+        16384, gt=0, description="live style: compact when fewer tokens than this are left of session_limit (T_comp)"
+    )
     keep_steps: int = Field(2, ge=0, description="live style: last steps kept verbatim, fewer if they do not fit (k)")
     summary_tokens: int = Field(16384, gt=0, description="most tokens sampled for a summary")
     summary_temperature: float = Field(0.1, gt=0, description="sampling temperature of a record-style summary")
     max_fork_calls: int = Field(10, ge=0, description="most successful fork calls of one rollout")
     max_children: int = Field(3, gt=0, description="most subagents of one fork call")
     temperature: float = Field(1.0, gt=0, description="sampling temperature of every other session")
-    tool_format: Literal["xml", "hermes"] = Field("xml", description="tool-call syntax that the system prompt asks for; both are parsed")
+    tool_format: Literal["xml", "hermes"] = Field(
+        "xml", description="tool-call syntax that the system prompt asks for; both are parsed"
+    )
     date: str | None = Field(None, description="current date told to the agent; nothing is said without one")
 
 
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = Field("smollm2", description="a local folder, a hub name, or smollm2 for the small model that is fetched at first use")
-    adapter: str | None = Field(None, description="folder of a LoRA adapter that is merged into the weights before the run; 'warmstart' names the shipped one")
-    precision: Literal["bf16", "fp32"] = Field("bf16", description="bf16: float32 master weights under bfloat16 autocast; fp32: float32 throughout")
-    activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    path: str = Field(
+        "smollm2", description="a local folder, a hub name, or smollm2 for the small model that is fetched at first use"
+    )
+    adapter: str | None = Field(
+        None,
+        description="folder of a LoRA adapter that is merged into the weights before the run; 'warmstart' names the shipped"
+        " one",
+    )
+    precision: Literal["bf16", "fp32"] = Field(
+        "bf16", description="bf16: float32 master weights under bfloat16 autocast; fp32: float32 throughout"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass to save memory"
+    )
 
 
 class TaskConfig(Section):
     """Where the questions come from."""
 
-    source: str = Field("atlas", description="atlas, or the path of a JSONL file with question and answers on each line")
+    source: str = Field(
+        "atlas", description="atlas, or the path of a JSONL file with question and answers on each line"
+    )
     split: Literal["train", "eval"] = Field("train", description="atlas split; the two share no answer entity")
-    hops: tuple[int, ...] = Field((1, 2, 3), min_length=1, description="atlas question depths to draw from")
+    hops: tuple[Literal[1, 2, 3], ...] = Field(
+        (1, 2, 3), min_length=1, description="atlas question depths to draw from"
+    )
 
 
 class RolloutConfig(Section):
@@ -61,7 +90,9 @@ class RolloutConfig(Section):
 
     prompts: int = Field(16, gt=0, description="prompt groups a step")
     group_size: int = Field(8, gt=0, description="G: rollouts of each prompt")
-    scenarios: tuple[Literal["compaction", "forking", "single"], ...] = Field(("compaction",), min_length=1, description="dealt to the prompt groups in turn; a group has one scenario")
+    scenarios: tuple[Literal["compaction", "forking", "single"], ...] = Field(
+        ("compaction",), min_length=1, description="dealt to the prompt groups in turn; a group has one scenario"
+    )
     max_batch_size: int = Field(16, gt=0, description="most sequences decoded at once")
     cache_tokens: int = Field(16384, ge=0, description="tokens whose keys and values are kept between turns")
 
@@ -69,8 +100,12 @@ class RolloutConfig(Section):
 class JudgeConfig(Section):
     """Who says whether an answer is right."""
 
-    kind: Literal["exact", "llm"] = Field("exact", description="exact: normalised match with aliases; llm: a chat-completions endpoint")
-    base_url: str | None = Field(None, description="llm: the endpoint, as http://host:port/v1; its key is read from MOSAIC_JUDGE_API_KEY")
+    kind: Literal["exact", "llm"] = Field(
+        "exact", description="exact: normalised match with aliases; llm: a chat-completions endpoint"
+    )
+    base_url: str | None = Field(
+        None, description="llm: the endpoint, as http://host:port/v1; its key is read from MOSAIC_JUDGE_API_KEY"
+    )
     model: str | None = Field(None, description="llm: the model's name at the endpoint")
 
     @model_validator(mode="after")
@@ -84,28 +119,49 @@ class AlgorithmConfig(Section):
     """Credit assignment and the loss."""
 
     name: str = Field("mosaic", description="an entry of mosaic.advantages.ADVANTAGES")
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that entry, such as rho or lambda_r")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of that entry, such as rho or lambda_r"
+    )
     objective: str = Field("clip", description="clip, cispo, sao or reinforce")
-    objective_options: dict[str, Any] = Field(default_factory=dict, description="options of the objective, such as low, high, dual, level")
-    normalization: Literal["trajectory", "token", "prompt", "segment", "segment_flat"] = Field("trajectory", description="what every unit of equal weight is in the loss")
-    mask_overlong: bool = Field(False, description="leave trajectories that ran out of a limit out of the loss; they still count in the advantages' statistics")
+    objective_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of the objective, such as low, high, dual, level"
+    )
+    normalization: Literal["trajectory", "token", "prompt", "segment", "segment_flat"] = Field(
+        "trajectory", description="what every unit of equal weight is in the loss"
+    )
+    mask_overlong: bool = Field(
+        False,
+        description="leave trajectories that ran out of a limit out of the loss; they still count in the advantages' "
+        "statistics",
+    )
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    gain_space: Literal["log", "prob"] = Field("log", description="marginal information gain of log-probabilities or of probabilities")
+    gain_space: Literal["log", "prob"] = Field(
+        "log", description="marginal information gain of log-probabilities or of probabilities"
+    )
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW betas")
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay after the warm-up, over all optimiser updates of the run")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="decay after the warm-up, over all optimiser updates of the run"
+    )
     warmup_updates: int = Field(0, ge=0, description="optimiser updates of linear warm-up")
     grad_clip: float = Field(1.0, gt=0, description="largest gradient norm")
     epochs: int = Field(1, gt=0, description="passes over a rollout batch")
     minibatches: int = Field(1, gt=0, description="optimiser updates a pass; a trajectory stays inside one update")
-    micro_batch_tokens: int = Field(4096, gt=0, description="most tokens of one forward and backward; a longer session is one micro-batch of its own")
+    micro_batch_tokens: int = Field(
+        4096,
+        gt=0,
+        description="most tokens of one forward and backward; a longer session is one micro-batch of its own",
+    )
 
 
 class RunConfig(Section):
@@ -133,11 +189,21 @@ class RunConfig(Section):
         _check_algorithm(self.algorithm, ADVANTAGES)
         objective_from(self.algorithm.objective, self.algorithm.objective_options)
         if self.agent.reserve >= self.agent.session_limit:
-            raise ValueError(f"agent.reserve ({self.agent.reserve}) must be below agent.session_limit ({self.agent.session_limit})")
+            raise ValueError(
+                f"agent.reserve ({self.agent.reserve}) must be below agent.session_limit ({self.agent.session_limit})"
+            )
         if self.algorithm.name == "supo" and not self.algorithm.mask_overlong:
-            raise ValueError("algorithm.mask_overlong must be true with supo, which leaves overlong trajectories out of the loss")
+            raise ValueError(
+                "algorithm.mask_overlong must be true with supo, which leaves overlong trajectories out of the loss"
+            )
         if self.algorithm.name in NEEDS_CRITIC:
-            raise ValueError(f"algorithm.name: {self.algorithm.name} needs a critic, which `mosaic train` does not have yet; its advantage can be called from your own trainer")
+            raise ValueError(
+                f"algorithm.name: {self.algorithm.name} needs a critic, which `mosaic train` does not have yet; its advantage can be called from your own trainer"
+            )
+        if self.algorithm.name in NEEDS_LINEAR_ORDER and "forking" in self.rollout.scenarios:
+            raise ValueError(
+                f"algorithm.name: {self.algorithm.name} needs sessions in a linear order, which rollout.scenarios must then not break by forking"
+            )
         if self.optimizer.minibatches > self.num_rollouts:
             raise ValueError("optimizer.minibatches must not exceed rollout.prompts * rollout.group_size trajectories")
         return self
@@ -158,6 +224,7 @@ class RunConfig(Section):
 
 
 NEEDS_CRITIC = ("compaction_ppo", "sao")
+NEEDS_LINEAR_ORDER = ("compaction_grpo",)
 
 
 def _check_algorithm(algorithm: AlgorithmConfig, registry: Mapping[str, Callable[..., Any]]) -> None:
@@ -190,6 +257,15 @@ class ConfigError(Exception):
     """A configuration that cannot be used; the message names the key, the value and the key's help."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with the one number of YAML 1.2 that people write: 1e-6, which 1.1 reads as text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a YAML file, applies `key=value` overrides (dotted keys, YAML values) and validates the whole.
 
@@ -197,9 +273,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: one line a fault, each with the key's path, the value and the help of that key.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no text in UTF-8: a configuration is a YAML file") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no valid YAML: {error}") from None
     if tree is None:
@@ -219,6 +297,14 @@ def parse_config(tree: dict[str, Any]) -> RunConfig:
         raise ConfigError("\n".join(_explain(fault) for fault in error.errors())) from None
 
 
+def flat_keys(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested mapping by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
@@ -229,16 +315,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(tree, dict):
             raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
     try:
-        parsed = yaml.safe_load(value)
+        tree[last] = yaml.load(value, _Loader)
     except yaml.YAMLError:
         raise ConfigError(f"override {override!r}: {value!r} is no valid YAML value") from None
-    # YAML 1.1 reads 1e-6 as text; numbers are what is meant on a command line.
-    if isinstance(parsed, str):
-        try:
-            parsed = float(parsed)
-        except ValueError:
-            pass
-    tree[last] = parsed
 
 
 def _explain(fault: Any) -> str:
@@ -261,9 +340,10 @@ def _section(path: Sequence[Any]) -> type[BaseModel]:
 
 def _help(path: Sequence[Any]) -> str:
     section: Any = RunConfig
+    description = ""
     for key in path:
         if not (inspect.isclass(section) and issubclass(section, BaseModel)) or key not in section.model_fields:
             break
         field = section.model_fields[key]
-        section = field.annotation
-    return f" ({field.description})"
+        section, description = field.annotation, f" ({field.description})"
+    return description

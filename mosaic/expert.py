@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from mosaic.agents import prompts
 from mosaic.agents.chat import ChatFormat
+from mosaic.agents.protocol import ToolCall, render_call
 from mosaic.rollout.engine import Generation, GenerationRequest
 from mosaic.tasks import Task
 
@@ -82,11 +82,7 @@ class ExpertEngine:
         return f"<summary>{' '.join([*found, following])}</summary>"
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        if self.chat.tool_format == "hermes":
-            return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
-        values = {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in arguments.items()}
-        parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-        return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+        return render_call(ToolCall(name, dict(arguments)), "xml" if self.chat.supports_tools else self.chat.tool_format)
 
 
 def _conclusion(steps: Sequence[Mapping[str, Any]], answer: str) -> str:

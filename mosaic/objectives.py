@@ -17,4 +17,7 @@ def objective_from(name: str, options: dict[str, Any]) -> Clip | Cispo | Sao | R
     for key in options:
         if key not in known:
             raise ValueError(f"algorithm.objective_options: {name} has no option {key!r}; it has {', '.join(known) or 'none'}")
-    return OBJECTIVES[name](**options)
+    try:
+        return OBJECTIVES[name](**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"algorithm.objective_options: {error}") from None

@@ -30,10 +30,13 @@ def make_tasks(config: RunConfig) -> Sequence[Task]:
 def read_jsonl(path: Path) -> list[Task]:
     """Tasks from a JSONL file: question (text), answers (list of text) or answer (text), optional id."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): JSON strings may hold U+2028 and its like, which are no line ends of a JSONL file.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise ConfigError(f"task.source: cannot read {path}: {error.strerror}; give atlas or a JSONL file") from None
-    tasks = []
+    except UnicodeDecodeError:
+        raise ConfigError(f"task.source: {path} is no text in UTF-8; give atlas or a JSONL file") from None
+    tasks: dict[str, Task] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -44,15 +47,20 @@ def read_jsonl(path: Path) -> list[Task]:
             raise ConfigError(f"{where}: no valid JSON") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: must be an object with question and answers, got {type(row).__name__}")
-        answers = row.get("answers", [row["answer"]] if "answer" in row else None)
+        field = "answers" if "answers" in row or "answer" not in row else "answer"
+        answers = row.get("answers") if field == "answers" else [row["answer"]]
         if not isinstance(row.get("question"), str) or not row["question"].strip():
             raise ConfigError(f"{where}: field question must be a non-empty text, got {row.get('question')!r}")
         if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
-            raise ConfigError(f"{where}: field answers must be a list of non-empty texts, got {answers!r}")
-        tasks.append(Task(str(row.get("id", number)), row["question"], tuple(answers)))
-    if len({task.id for task in tasks}) != len(tasks):
-        raise ConfigError(f"task.source: {path}: ids must be unique")
-    return tasks
+            wanted = "a list of non-empty texts" if field == "answers" else "a non-empty text"
+            raise ConfigError(f"{where}: field {field} must be {wanted}, got {row.get(field)!r}")
+        name = row.get("id", number)
+        if not isinstance(name, (str, int)) or str(name) in tasks:
+            raise ConfigError(f"{where}: field id must be a text or whole number that no line before has, got {name!r}")
+        tasks[str(name)] = Task(str(name), row["question"], tuple(answers))
+    if not tasks:
+        raise ConfigError(f"task.source: {path} holds no task; each line is an object with question and answers")
+    return list(tasks.values())
 
 
 def make_tools(config: RunConfig) -> dict[str, Tool]:
@@ -65,7 +73,21 @@ def make_tools(config: RunConfig) -> dict[str, Tool]:
 def make_judge(config: RunConfig) -> Judge:
     if config.judge.kind == "exact":
         return ExactMatchJudge()
-    return LLMJudge(config.judge.base_url, config.judge.model)
+    try:
+        return LLMJudge(config.judge.base_url, config.judge.model)
+    except ValueError as error:
+        raise ConfigError(f"judge.{error}") from None
+
+
+def check_context(model: torch.nn.Module, config: RunConfig, *, probe_tokens: int = 0) -> None:
+    """Raises ConfigError unless a session, and `probe_tokens` behind it, fit the model's context."""
+    context = model.config.get_text_config().max_position_embeddings
+    if config.agent.session_limit + probe_tokens > context:
+        behind = f" and {probe_tokens} tokens of a probe" if probe_tokens else ""
+        raise ConfigError(
+            f"agent.session_limit: {config.agent.session_limit} tokens{behind} exceed the model's context of {context}; "
+            f"give at most {context - probe_tokens}"
+        )
 
 
 def make_engine(model: torch.nn.Module, config: RunConfig) -> RolloutEngine:

@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from mosaic.checkpoint import (
     save_checkpoint,
     seed_everything,
 )
-from mosaic.config import ConfigError, RunConfig
+from mosaic.config import ConfigError, RunConfig, flat_keys
 from mosaic.log import RunLog, atomic_write
 from mosaic.models import load_policy
-from mosaic.parts import make_engine, make_judge, make_tasks, make_tools
+from mosaic.parts import check_context, make_engine, make_judge, make_tasks, make_tools
 from mosaic.progress import Progress
 from mosaic.rollout.collect import collect
 from mosaic.scoring import MarginalGainScorer, TrajectoryScore
@@ -38,21 +39,25 @@ from mosaic.trajectory import SessionType, Trajectory
 from mosaic.update import update_policy
 
 SUCCESS = 0.5  # least reward of what the metrics call a success
+PROBE_TOKENS = 128  # of the model's context, kept free behind a session for the probe of its gain
 
 
 def train(config: RunConfig, *, resume: bool = False, progress: Progress | None = None) -> Path:
     """Trains `config.steps` steps and returns the run directory; `resume` goes on after its newest checkpoint."""
     progress = progress or Progress(quiet=True)
     tasks, tools, judge = make_tasks(config), make_tools(config), make_judge(config)
+    tasks_of_step(tasks, config, 1)  # refuses a step of more prompts than there are tasks before a model loads
     log, checkpoint = open_run(config, resume)
     if checkpoint:
         model, tokenizer = load_policy(str(checkpoint / "policy"))
     else:
         model, tokenizer = load_policy(config.model.path, adapter=config.model.adapter)
+    check_context(model, config, probe_tokens=PROBE_TOKENS)
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer, schedule = make_optimizer(model, config)
     done = restore_training(checkpoint, optimizer=optimizer, schedule=schedule) if checkpoint else 0
+    record_config(log, config)
     log.rewind(done)
 
     engine = make_engine(model, config)
@@ -100,7 +105,7 @@ def train(config: RunConfig, *, resume: bool = False, progress: Progress | None 
                     schedule,
                     batch,
                     config,
-                    on_skip=lambda number, what: log.save_skipped(step, number, what),
+                    on_skip=partial(log.save_skipped, step),
                     on_update=advance,
                 )
             metrics |= batch_metrics(batch)
@@ -125,22 +130,27 @@ def train(config: RunConfig, *, resume: bool = False, progress: Progress | None 
 
 
 def open_run(config: RunConfig, resume: bool) -> tuple[RunLog, Path | None]:
-    """The run's log and the checkpoint to go on from; refuses to overwrite a run or to resume it with other settings."""
+    """The run's log and the checkpoint to go on from; refuses to overwrite a run or to resume it with other settings.
+
+    Writes nothing yet, so that a run whose model does not load can be started again with the right one.
+    """
     directory = Path(config.output)
-    resolved = config.model_dump(mode="json")
     saved = directory / "config.yaml"
     if saved.exists():
         if not resume:
             raise ConfigError(f"output: {directory} holds a run already; give another output, or --resume to go on with it")
-        before = yaml.safe_load(saved.read_text())
-        changed = sorted(key for key in resolved if resolved[key] != before.get(key) and key not in ("steps", "output"))
-        if changed:
+        before, now = (flat_keys(x) for x in (yaml.safe_load(saved.read_text()), config.model_dump(mode="json")))
+        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        if changed := [key for key in changed if key not in ("steps", "output")]:
             raise ConfigError(f"--resume: {', '.join(changed)} differ from {saved}; only steps may change")
-    directory.mkdir(parents=True, exist_ok=True)
-    atomic_write(saved, yaml.safe_dump(resolved, sort_keys=False))
-    discard_leftovers(directory / "checkpoints")
     checkpoints = list_checkpoints(directory / "checkpoints")
     return RunLog(directory), checkpoints[-1] if checkpoints else None
+
+
+def record_config(log: RunLog, config: RunConfig) -> None:
+    """Makes the run directory, with the resolved configuration and without what a killed run left half done."""
+    atomic_write(log.directory / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    discard_leftovers(log.directory / "checkpoints", config.keep_checkpoints)
 
 
 def make_optimizer(model: torch.nn.Module, config: RunConfig) -> tuple[torch.optim.Optimizer, Any]:

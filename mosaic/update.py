@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mosaic.batch import Batch
 from mosaic.config import RunConfig
-from mosaic.log import RunLog
 from mosaic.models import backbone, head
 from mosaic.objectives import objective_from
 from mosaic_kernels import EntropyBonus, linear_logprob, normalization_weights, policy_loss
@@ -29,7 +28,8 @@ def update_policy(
 ) -> dict[str, Any]:
     """`epochs` x `minibatches` updates on `batch`; returns their mean metrics and, under "updates", each one's own.
 
-    An update whose loss or gradient is not finite is not applied: `on_skip(number, what made it)` is called instead.
+    A minibatch without a policy token in the loss makes no update. An update whose loss or gradient is not finite is
+    not applied: `on_skip(number, what made it)` is called instead.
     """
     model.train()
     before = _sample_weights(model)
@@ -38,7 +38,7 @@ def update_policy(
         metrics = accumulate_gradients(model, part, config)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip))
         finite = math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)
-        lr = schedule.get_last_lr()[0]
+        lr = optimizer.param_groups[0]["lr"]
         if finite:
             optimizer.step()
             schedule.step()
@@ -48,10 +48,10 @@ def update_policy(
         history.append({**metrics, "grad_norm": grad_norm, "lr": lr, "skipped": not finite})
         on_update()
     change = (_sample_weights(model) - before).square().mean().sqrt()
-    means = [key for key in history[0] if key not in ("ratio_max", "skipped")]
+    means = [key for key in (history[0] if history else ()) if key not in ("ratio_max", "skipped")]
     return {
         **{key: sum(update[key] for update in history) / len(history) for key in means},
-        "ratio_max": max(update["ratio_max"] for update in history),
+        "ratio_max": max((update["ratio_max"] for update in history), default=0.0),
         "skipped_updates": sum(update["skipped"] for update in history),
         "parameter_change": float(change),
         "updates": history,
@@ -67,6 +67,8 @@ def optimizer_batches(batch: Batch, config: RunConfig) -> Iterator[Batch]:
     for _ in range(config.optimizer.epochs):
         for chosen in torch.randperm(count).tensor_split(min(config.optimizer.minibatches, count)):
             part = batch.trajectories(torch.zeros(count, dtype=torch.bool).index_fill(0, chosen, True))
+            if not part.mask.any():
+                continue
             part.weight = normalization_weights(part.layout, part.mask, config.algorithm.normalization)
             yield part
 
@@ -85,7 +87,7 @@ def accumulate_gradients(model: torch.nn.Module, batch: Batch, config: RunConfig
         result = _loss(model, micro.to(model.device), objective, config)
         result.loss.backward()
         metrics = {key: float(value) for key, value in result.metrics.items()}
-            loss += float(result.loss.detach())
+        loss += float(result.loss.detach())
         ratio_max = max(ratio_max, metrics.pop("ratio_max"))
         count = metrics.pop("policy_tokens")
         tokens += int(count)

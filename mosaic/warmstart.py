@@ -29,18 +29,27 @@ from mosaic_kernels import linear_logprob
 SHIPPED = Path(__file__).parent / "warmstart_adapter"
 RANK = 8
 PEAK_LR = 1e-3
-TRAJECTORIES_PER_UPDATE = 4
+TRAJECTORIES_PER_UPDATE = 3
 
 
-def merge_adapter(model: torch.nn.Module, adapter: str) -> torch.nn.Module:
-    """`model` with a LoRA adapter's update added to its weights; "warmstart" names the shipped adapter.
+def check_adapter(adapter: str) -> Path:
+    """The folder of a LoRA adapter that can be merged; "warmstart" names the shipped one.
 
     Raises:
         FileNotFoundError: the folder holds no adapter.
+        ImportError: the package peft is missing.
     """
     folder = SHIPPED if adapter == "warmstart" else Path(adapter)
     if not (folder / "adapter_config.json").is_file():
         raise FileNotFoundError(f"adapter {str(folder)!r} is no folder with an adapter_config.json: give a LoRA adapter's folder")
+    import peft  # noqa: F401
+
+    return folder
+
+
+def merge_adapter(model: torch.nn.Module, adapter: str) -> torch.nn.Module:
+    """`model` with a LoRA adapter's update added to its weights; raises as `check_adapter`."""
+    folder = check_adapter(adapter)
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
@@ -78,7 +87,8 @@ def train_adapter(output: Path, *, agent: AgentConfig, seed: int, updates: int, 
     from peft import LoraConfig, get_peft_model
 
     seed_everything(seed, "warmstart")
-    model, tokenizer = load_policy("smollm2")
+    # The base is frozen, so bfloat16 loses nothing; peft keeps the adapter in float32.
+    model, tokenizer = load_policy("smollm2", dtype="bf16")
     chat = ChatFormat(tokenizer, tool_format=agent.tool_format)
     model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
     parameters = [p for p in model.parameters() if p.requires_grad]

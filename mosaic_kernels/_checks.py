@@ -42,14 +42,17 @@ def check_number(name: str, value: float, want: str, fits: Callable[[float], boo
         raise ValueError(f"{name} must be {want}, got {value}")
 
 
-def check_packed(layout: Layout, mask: Tensor | None, tensors: dict[str, Tensor]) -> Tensor:
-    """Raises unless every tensor is floating point [T] on the layout's device; returns the mask [T] as bool.
+def check_packed(
+    layout: Layout, mask: Tensor | None, tensors: dict[str, Tensor], optional: dict[str, Tensor | None] | None = None
+) -> Tensor:
+    """Raises unless every tensor given is floating point [T] on the layout's device; returns the mask [T] as bool.
 
     Looks at no value: that would wait for the device.
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a Layout, got {type(layout).__name__}")
-    for name, x in tensors.items():
+    given = {name: x for name, x in (optional or {}).items() if x is not None}
+    for name, x in {**tensors, **given}.items():
         check_tensor(name, x, (layout.num_tokens,), "[T]")
         if x.device != layout.device:
             raise ValueError(f"{name} must be on the layout's device {layout.device}, got {x.device}: move one of them")

@@ -173,12 +173,13 @@ def test_compiles_as_one_graph():
     inputs["target"][2], inputs["target"][3] = -100, 99
     mask = torch.tensor([1, 0, 1, 0, 1, 1, 1])
     ids, offsets = some_kept(7, 13)
-    ids[offsets[3]] = 99  # of a masked row: not looked at
+    ids[offsets[3] : offsets[4]] = 99  # of a masked row: not looked at
+    inputs["bias"][0] = -torch.inf
     temperature = torch.tensor([1.0, 0.0, 1.0, -1.0, 0.5, 2.0, 1.0])
     layout = Layout([0, 3, 7])
 
     def loss(hidden, weight, bias):
-        options = dict(bias=bias, temperature=temperature, softcap=5.0, mask=mask, kept=(ids, offsets))
+        options = dict(bias=bias, temperature=temperature, mask=mask, kept=(ids, offsets))
         logprob, entropy = linear_logprob(hidden, weight, inputs["target"], return_entropy=True, **options)
         score = segment_logprob(hidden, weight, inputs["target"], layout, **options)
         return torch.cat([logprob, entropy, score.value, score.total])
@@ -192,6 +193,14 @@ def test_compiles_as_one_graph():
     for got, want in zip([out.detach(), *(leaf.grad for leaf in leaves)], eager):
         assert got.isfinite().all()
         torch.testing.assert_close(got, want)
+
+
+def test_collectives_are_not_traced():
+    def score(hidden):
+        return linear_logprob(hidden, ODDS, torch.tensor([0]), vocab_group="any").logprob
+
+    with pytest.raises(Exception, match="vocab_group: torch.compile cannot trace its collectives; call outside"):
+        torch.compile(score, fullgraph=True, backend="eager")(ONE)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -229,7 +238,7 @@ def test_each_error_names_the_argument(backend):
     def call(hidden=hidden, weight=weight, target=target, **options):
         return linear_logprob(hidden, weight, target, backend=backend, **options)
 
-    offsets = torch.tensor([0, 1, 2])
+    offsets, three = torch.tensor([0, 1, 2]), torch.arange(3)
     for error, message, options in (
         (ValueError, r"hidden must have shape \[T, H\]", {"hidden": torch.randn(1, 2, 3)}),
         (ValueError, r"weight must have shape \[V, H\] = \[any, 3\], got \[5, 4\]", {"weight": torch.randn(5, 4)}),
@@ -251,13 +260,13 @@ def test_each_error_names_the_argument(backend):
         (
             ValueError,
             r"kept offsets must have shape \[T\+1\] = \[3\]",
-            {"kept": (torch.tensor([1]), torch.tensor([0]))},
+            {"kept": (three, three[:1])},
         ),
         (TypeError, r"kept ids must be an integer tensor", {"kept": (torch.ones(2), offsets)}),
         (
             ValueError,
             r"kept offsets must rise from 0 to the number of kept ids, 3",
-            {"kept": (torch.arange(3), offsets)},
+            {"kept": (three, offsets)},
         ),
         (IndexError, r"kept id 7 of row 1 is outside the vocabulary", {"kept": (torch.tensor([1, 7]), offsets)}),
         (ValueError, r"weight must be on hidden's device cpu, got meta", {"weight": weight.to("meta")}),

@@ -109,9 +109,7 @@ def _check_dtensor() -> None:
 
     hidden, weight, _, target, _ = _inputs()
     sharded = distribute_tensor(weight, init_device_mesh("cpu", (3,)), [Shard(0)])
-    with pytest.raises(
-        TypeError, match=r"weight must be a plain tensor, got a DTensor: .*full_tensor\(\).*vocab_group"
-    ):
+    with pytest.raises(TypeError, match=r"weight must be .* got a DTensor: .*full_tensor\(\).*vocab_group"):
         linear_logprob(hidden, sharded, target)
 
 

@@ -25,7 +25,8 @@ for name in mk.__all__:
     assert getattr(mk, name) is not None
 layout = mk.Layout([0, 2, 3], segment_trajectory=[0, 0])
 reward = mk.terminal_reward(torch.tensor([1.0]), layout, None, "chain")
-assert mk.segment_gae(reward, torch.zeros(3), layout, lam=0.5, correction="chain").advantage.tolist() == [0.25, 0.5, 1.0]
+advantage = mk.segment_gae(reward, torch.zeros(3), layout, lam=0.5, correction="chain").advantage
+assert advantage.tolist() == [0.25, 0.5, 1.0]
 hidden = torch.randn(3, 4, requires_grad=True)
 logprob = mk.linear_logprob(hidden, torch.randn(5, 4), torch.tensor([0, 1, 2])).logprob
 mk.policy_loss(logprob, logprob.detach(), torch.ones(3), layout).loss.backward()

@@ -72,7 +72,7 @@ def branch_attention(
     _check(query, key, value, layout, branches)
     if scale is None:
         scale = 1 / math.sqrt(query.shape[2])
-    check_number("scale", scale, "finite", math.isfinite)
+    check_number("scale", scale, "finite", lambda x: -math.inf < x < math.inf)
     if softcap is not None:
         check_number("softcap", softcap, "None or > 0 and finite", lambda x: 0 < x < math.inf)
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):

@@ -72,15 +72,16 @@ def linear_logprob(
 
     The reference goes through the scored rows in chunks of 256 and computes a chunk's logits again in the backward
     pass: it holds [256, V] at a time, where compiled backends hold a tile, and a float32 copy of a bf16 or fp16 weight.
-    Every chunk has the same shape, so that a row's result does not depend on the rows beside it. While torch.compile
-    traces the reference it works on the whole [T, V], masked rows included.
+    Every chunk has the same shape, so that a row's result does not depend on the rows beside it. For another number of
+    threads the BLAS library may round dhidden differently. While torch.compile traces the reference it works on the
+    whole [T, V], masked rows included.
 
     Raises:
         ValueError: wrong shape, device, temperature, softcap, or kept offsets.
         TypeError: wrong dtype; a DTensor.
         IndexError: on a scored row, a target or kept id outside the vocabulary. On a GPU, and while compiling, values
             are not inspected: such a row, or one whose temperature is not > 0, gives NaN.
-        NotImplementedError: the backend asked for cannot serve the call.
+        NotImplementedError: the backend asked for cannot serve the call; torch.compile meets a vocab_group.
 
     Source: the per-token log-prob of the policy in Mosaic Eq. 14 and 29 and in CompactionRL; the kept ids are those of
     the rollout engine's truncated sampling distribution.

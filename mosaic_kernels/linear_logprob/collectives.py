@@ -44,7 +44,9 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def check_member(name: str, group: dist.ProcessGroup) -> None:
-    """Raises unless this process is a rank of `group`: a collective would do nothing and say nothing."""
+    """Raises unless this process is a rank of `group`, where a collective would do nothing and say nothing."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(f"{name}: torch.compile cannot trace its collectives; call outside the region")
     if dist.get_rank(group) < 0:
         raise ValueError(f"{name} must be a group that this process belongs to, and rank {dist.get_rank()} does not")
 

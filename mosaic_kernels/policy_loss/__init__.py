@@ -7,9 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mosaic_kernels._backend import pick
+from mosaic_kernels._checks import check_packed
 from mosaic_kernels.layout import Layout
 from mosaic_kernels.policy_loss import reference
-from mosaic_kernels.policy_loss.arguments import check_packed
 from mosaic_kernels.policy_loss.normalization import normalization_weights, weights_of, whiten
 from mosaic_kernels.policy_loss.objectives import Cispo, Clip, EntropyBonus, KLPenalty, Objective, Reinforce, Sao
 from mosaic_kernels.policy_loss.reductions import compute_dtype

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mosaic_kernels._checks import check_tensor
-from mosaic_kernels.policy_loss.arguments import check_level, check_number
+from mosaic_kernels._checks import check_number, check_tensor
+from mosaic_kernels.policy_loss.reductions import check_level
 
 
 class Objective(ABC):

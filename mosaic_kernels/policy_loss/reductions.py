@@ -13,6 +13,11 @@ MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far beyond any cap in use, far below wh
 _CHUNK = 1024
 
 
+def check_level(level: str) -> None:
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """float64 for float64 input, float32 for every other."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

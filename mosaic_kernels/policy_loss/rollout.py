@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mosaic_kernels._checks import check_number, check_packed
 from mosaic_kernels.layout import Layout
-from mosaic_kernels.policy_loss.arguments import check_level, check_number, check_packed
 from mosaic_kernels.policy_loss.reductions import (
     MAX_LOG_RATIO,
+    check_level,
     compute_dtype,
     masked_max,
     masked_mean,

