@@ -54,7 +54,8 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        print(f"update {update}: loss {loss:.4f}  clipped {metrics['clip_fraction']:.1%}  ratio {metrics['ratio_max']:.2f}")
+        clipped, ratio = metrics["clip_fraction"], metrics["ratio_max"]
+        print(f"update {update}: loss {loss:.4f}  clipped {clipped:.1%}  largest ratio {ratio:.2f}")
 
     new_logprob = logprob().detach()
     one = policy_loss(new_logprob, old_logprob, advantage, layout, mask=rows).loss

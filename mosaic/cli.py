@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", metavar="CONFIG", help="YAML file; every key has a default")
 
     def with_overrides(command: argparse.ArgumentParser) -> None:
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of CONFIG, with dotted keys")
+        command.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="values that replace those of CONFIG, with dotted keys"
+        )
 
     demo = add("demo", "Warm-start a small real model and train it with Mosaic on compaction and forking rollouts.")
     demo.add_argument("--output", default="runs/demo", help="run directory (default: %(default)s)")
@@ -88,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", "Train a policy: rollouts, judge, gains, advantages, updates, checkpoints, report.")
     with_config(train)
     with_overrides(train)
-    train.add_argument("--resume", action="store_true", help="go on after the newest checkpoint of the output directory")
+    train.add_argument(
+        "--resume", action="store_true", help="go on after the newest checkpoint of the output directory"
+    )
 
     rollout = add("rollout", "Sample and judge one step's rollouts without training on them.")
     with_config(rollout)
@@ -97,7 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     score = add("score", "Compute the marginal information gain of each session of stored trajectories.")
     with_config(score)
     score.add_argument("trajectories", metavar="FILE", help="a .jsonl.zst of trajectories, as a run writes them")
-    score.add_argument("--granularity", choices=("session", "turn", "both"), default="session", help="what gets a gain (default: %(default)s)")
+    score.add_argument(
+        "--granularity",
+        choices=("session", "turn", "both"),
+        default="session",
+        help="what gets a gain (default: %(default)s)",
+    )
     with_overrides(score)
 
     evaluate = add("eval", "Roll out every prompt once or more and report the success rate, without training.")
@@ -110,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
 
     warmstart = add("warmstart", "Train the demo's warm-start adapter on trajectories of a scripted expert.")
     warmstart.add_argument("--output", required=True, help="folder for the adapter")
-    warmstart.add_argument("--seed", type=int, default=0, help="seed of the expert's tasks and of the training (default: %(default)s)")
+    warmstart.add_argument(
+        "--seed", type=int, default=0, help="seed of the expert's tasks and of the training (default: %(default)s)"
+    )
     warmstart.add_argument("--updates", type=_positive, default=40, help="optimiser updates (default: %(default)s)")
     return parser
 

@@ -127,7 +127,9 @@ def run_warmstart(arguments: argparse.Namespace) -> None:
     from mosaic.warmstart import train_adapter
 
     agent = demo.demo_config(arguments.output).agent
-    train_adapter(Path(arguments.output), agent=agent, seed=arguments.seed, updates=arguments.updates, progress=Progress())
+    train_adapter(
+        Path(arguments.output), agent=agent, seed=arguments.seed, updates=arguments.updates, progress=Progress()
+    )
 
 
 def _finish(directory: Path, console: Console) -> None:

@@ -36,8 +36,8 @@ class AgentConfig(Section):
     max_compactions: int = Field(10, ge=0, description="most successful compactions of one rollout")
     compaction_style: Literal["record", "live"] = Field(
         "record",
-        description="record: a summariser session over the serialised history (Mosaic); live: an instruction appended to "
-        "the live history (CompactionRL)",
+        description="record: a summariser session over the serialised history (Mosaic); live: an instruction appended "
+        "to the live history (CompactionRL)",
     )
     compaction_threshold: int = Field(
         16384, gt=0, description="live style: compact when fewer tokens than this are left of session_limit (T_comp)"
@@ -62,8 +62,8 @@ class ModelConfig(Section):
     )
     adapter: str | None = Field(
         None,
-        description="folder of a LoRA adapter that is merged into the weights before the run; 'warmstart' names the shipped"
-        " one",
+        description="folder of a LoRA adapter that is merged into the weights before the run; 'warmstart' names the "
+        "shipped one",
     )
     precision: Literal["bf16", "fp32"] = Field(
         "bf16", description="bf16: float32 master weights under bfloat16 autocast; fp32: float32 throughout"
@@ -198,11 +198,13 @@ class RunConfig(Section):
             )
         if self.algorithm.name in NEEDS_CRITIC:
             raise ValueError(
-                f"algorithm.name: {self.algorithm.name} needs a critic, which `mosaic train` does not have yet; its advantage can be called from your own trainer"
+                f"algorithm.name: {self.algorithm.name} needs a critic, which `mosaic train` does not have yet; its "
+                "advantage can be called from your own trainer"
             )
         if self.algorithm.name in NEEDS_LINEAR_ORDER and "forking" in self.rollout.scenarios:
             raise ValueError(
-                f"algorithm.name: {self.algorithm.name} needs sessions in a linear order, which rollout.scenarios must then not break by forking"
+                f"algorithm.name: {self.algorithm.name} needs sessions in a linear order, which rollout.scenarios must "
+                "then not break by forking"
             )
         if self.optimizer.minibatches > self.num_rollouts:
             raise ValueError("optimizer.minibatches must not exceed rollout.prompts * rollout.group_size trajectories")

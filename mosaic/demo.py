@@ -16,8 +16,8 @@ from mosaic.train import train
 CONFIG = Path(__file__).with_name("demo.yaml")
 QUICK = ("steps=1", "rollout.group_size=2")
 NOTE = (
-    "This is a demonstration on a small scale. The policy has 135 million parameters, sessions hold {limit} tokens instead "
-    "of 131,072, groups have {group} rollouts instead of 8, a step has {prompts} prompts instead of 16, and {steps} "
+    "This is a demonstration on a small scale. The policy has 135 million parameters, sessions hold {limit} tokens "
+    "instead of 131,072, groups have {group} rollouts instead of 8, a step has {prompts} prompts instead of 16, and {steps} "
     "steps are far too few to learn from: expect the machinery to be visible, not the reward to rise. The model was "
     "warm-started on a scripted expert, so that it calls tools, forks, summarises and answers at all."
 )
@@ -31,7 +31,12 @@ def run(output: str, overrides: Sequence[str], *, quick: bool, resume: bool) -> 
     """Trains, prints the table and writes the report; returns the report's path."""
     config = demo_config(output, overrides, quick=quick)
     progress = Progress()
-    note = NOTE.format(limit=config.agent.session_limit, group=config.rollout.group_size, prompts=config.rollout.prompts, steps=config.steps)
+    note = NOTE.format(
+        limit=config.agent.session_limit,
+        group=config.rollout.group_size,
+        prompts=config.rollout.prompts,
+        steps=config.steps,
+    )
     progress.console.print(note, highlight=False)
     directory = train(config, resume=resume, progress=progress)
     print_summary(directory, progress.console)

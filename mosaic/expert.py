@@ -36,7 +36,9 @@ class ExpertEngine:
     waiting = running
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        reply = self.chat.tokenizer(self.reply(self.chat.decode(request.token_ids)), add_special_tokens=False)["input_ids"]
+        reply = self.chat.tokenizer(self.reply(self.chat.decode(request.token_ids)), add_special_tokens=False)[
+            "input_ids"
+        ]
         ids = [*reply, self.chat.end_of_turn][: request.max_new_tokens]
         finished = ids[-1] == self.chat.end_of_turn
         return Generation(ids, [0.0] * len(ids), "stop" if finished else "length", self.weights_version)
@@ -82,7 +84,9 @@ class ExpertEngine:
         return f"<summary>{' '.join([*found, following])}</summary>"
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return render_call(ToolCall(name, dict(arguments)), "xml" if self.chat.supports_tools else self.chat.tool_format)
+        return render_call(
+            ToolCall(name, dict(arguments)), "xml" if self.chat.supports_tools else self.chat.tool_format
+        )
 
 
 def _conclusion(steps: Sequence[Mapping[str, Any]], answer: str) -> str:

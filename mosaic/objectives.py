@@ -16,7 +16,9 @@ def objective_from(name: str, options: dict[str, Any]) -> Clip | Cispo | Sao | R
     known = OBJECTIVES[name].__dataclass_fields__
     for key in options:
         if key not in known:
-            raise ValueError(f"algorithm.objective_options: {name} has no option {key!r}; it has {', '.join(known) or 'none'}")
+            raise ValueError(
+                f"algorithm.objective_options: {name} has no option {key!r}; it has {', '.join(known) or 'none'}"
+            )
     try:
         return OBJECTIVES[name](**options)
     except (TypeError, ValueError) as error:

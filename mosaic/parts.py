@@ -85,8 +85,8 @@ def check_context(model: torch.nn.Module, config: RunConfig, *, probe_tokens: in
     if config.agent.session_limit + probe_tokens > context:
         behind = f" and {probe_tokens} tokens of a probe" if probe_tokens else ""
         raise ConfigError(
-            f"agent.session_limit: {config.agent.session_limit} tokens{behind} exceed the model's context of {context}; "
-            f"give at most {context - probe_tokens}"
+            f"agent.session_limit: {config.agent.session_limit} tokens{behind} exceed the model's context of "
+            f"{context}; give at most {context - probe_tokens}"
         )
 
 
@@ -95,9 +95,7 @@ def make_engine(model: torch.nn.Module, config: RunConfig) -> RolloutEngine:
     sampler = copy.deepcopy(model).requires_grad_(False)
     if config.autocast_dtype is not None:
         sampler = sampler.to(config.autocast_dtype)
-    return HFEngine(
-        sampler, max_batch_size=config.rollout.max_batch_size, cache_tokens=config.rollout.cache_tokens
-    )
+    return HFEngine(sampler, max_batch_size=config.rollout.max_batch_size, cache_tokens=config.rollout.cache_tokens)
 
 
 def make_decoder(directory: Path) -> Callable[[Sequence[int]], str] | None:

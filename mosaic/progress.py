@@ -24,7 +24,13 @@ class Progress:
             self.console.print(title, highlight=False)
             yield lambda: None
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Bars(*columns, console=self.console) as bars:
             task = bars.add_task(title, total=total)
             yield lambda: bars.advance(task)

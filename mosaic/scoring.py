@@ -123,7 +123,9 @@ class MarginalGainScorer:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
-            raise NotImplementedError(f"probes branch from kept keys and values, which needs full attention; the model has {kinds}")
+            raise NotImplementedError(
+                f"probes branch from kept keys and values, which needs full attention; the model has {kinds}"
+            )
         self.model, self.tokenizer = model, tokenizer
         self.granularity, self.space, self.choose, self.autocast = granularity, space, choose, autocast
         self.max_tokens = max_tokens or model.config.max_position_embeddings
@@ -153,21 +155,28 @@ class MarginalGainScorer:
 
     def _check(self, at: int, trajectory: Trajectory) -> None:
         if not trajectory.answers:
-            raise ValueError(f"trajectory {at} (prompt {trajectory.prompt_id!r}) has no answers: gains need a ground truth")
+            raise ValueError(
+                f"trajectory {at} (prompt {trajectory.prompt_id!r}) has no answers: gains need a ground truth"
+            )
         for answer in trajectory.answers:
             if not self._answer_ids(answer):
                 raise ValueError(f"trajectory {at}: answer {answer!r} has no tokens")
         longest = max(len(self._answer_ids(answer)) for answer in trajectory.answers) + len(self._opening([-1]))
         for number, session in enumerate(trajectory.sessions):
             if (needed := len(session.token_ids) + longest) > self.max_tokens:
-                raise ValueError(f"trajectory {at}, session {number}: {needed} tokens with a probe exceed max_tokens = {self.max_tokens}")
+                raise ValueError(
+                    f"trajectory {at}, session {number}: {needed} tokens with a probe exceed max_tokens = "
+                    f"{self.max_tokens}"
+                )
 
     def _score(self, trajectory: Trajectory) -> TrajectoryScore:
         pairs = session_states(trajectory)
         turns = [turn_states(session, at) for at, session in enumerate(trajectory.sessions)]
         wanted = [pair for pair in pairs if pair] if self.granularity != "turn" else []
         if self.granularity != "session":
-            wanted += [pair for at, states in enumerate(turns) for pair in self._scored_turns(trajectory.sessions[at], states)]
+            wanted += [
+                pair for at, states in enumerate(turns) for pair in self._scored_turns(trajectory.sessions[at], states)
+            ]
         states = {state for pair in wanted for state in pair}
         # Time order, so that the last probed state is known: it decides which ground truth is probed.
         last = max(states, key=lambda state: (state.session, state.length), default=None)
@@ -190,7 +199,9 @@ class MarginalGainScorer:
         gain = [value[pair[1]] - value[pair[0]] if pair and self.granularity != "turn" else 0.0 for pair in pairs]
         turn_gain = None
         if self.granularity != "session":
-            turn_gain = [[value[b] - value[a] if a in value and b in value else 0.0 for a, b in states] for states in turns]
+            turn_gain = [
+                [value[b] - value[a] if a in value and b in value else 0.0 for a, b in states] for states in turns
+            ]
         return TrajectoryScore(
             gain=torch.tensor(gain, dtype=torch.float64),
             eligible=torch.tensor([pair is not None for pair in pairs], dtype=torch.bool),
@@ -215,15 +226,19 @@ class MarginalGainScorer:
     def _response_logprob(self, session: Session, hidden: Tensor) -> Tensor:
         weight, bias, softcap = head(self.model)
         start = len(session.prompt_ids) - 1
-        return linear_logprob(
-            hidden[start : start + len(session.response_ids)],
-            weight,
-            torch.tensor(session.response_ids, device=hidden.device),
-            bias=bias,
-            softcap=softcap,
-            temperature=session.temperature,
-            mask=torch.tensor(session.response_mask, dtype=torch.bool, device=hidden.device),
-        ).logprob.float().cpu()
+        return (
+            linear_logprob(
+                hidden[start : start + len(session.response_ids)],
+                weight,
+                torch.tensor(session.response_ids, device=hidden.device),
+                bias=bias,
+                softcap=softcap,
+                temperature=session.temperature,
+                mask=torch.tensor(session.response_mask, dtype=torch.bool, device=hidden.device),
+            )
+            .logprob.float()
+            .cpu()
+        )
 
     def _probe(self, session: Session, cache: DynamicCache, length: int, answer: str) -> float:
         """V at the state of the session's first `length` tokens."""
@@ -240,7 +255,9 @@ class MarginalGainScorer:
         """What stands between a state and the answer: the start of an assistant turn, unless there is one, and the
         wrapper that closes the thinking and opens the answer."""
         prefix = self.chat.generation_prefix
-        reopened = [] if state[-len(prefix) :] == prefix else self.chat.reopen_ids(ended=state[-1] == self.chat.end_of_turn)
+        reopened = (
+            [] if state[-len(prefix) :] == prefix else self.chat.reopen_ids(ended=state[-1] == self.chat.end_of_turn)
+        )
         thinking = f"{OPENING}\n</think>\n\n" if self.chat.thinking_open else f"{OPENING} "
         return [*reopened, *self.tokenizer(f"{thinking}<answer>", add_special_tokens=False)["input_ids"]]
 

@@ -138,7 +138,9 @@ def open_run(config: RunConfig, resume: bool) -> tuple[RunLog, Path | None]:
     saved = directory / "config.yaml"
     if saved.exists():
         if not resume:
-            raise ConfigError(f"output: {directory} holds a run already; give another output, or --resume to go on with it")
+            raise ConfigError(
+                f"output: {directory} holds a run already; give another output, or --resume to go on with it"
+            )
         before, now = (flat_keys(x) for x in (yaml.safe_load(saved.read_text()), config.model_dump(mode="json")))
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed := [key for key in changed if key not in ("steps", "output")]:
@@ -198,7 +200,9 @@ def add_scores(
         batch.turn_gain = torch.cat([gain[turn] for gain, turn in zip(gains, turns)])
 
 
-def records(trajectories: Sequence[Trajectory], scores: Sequence[TrajectoryScore], batch: Batch) -> list[dict[str, Any]]:
+def records(
+    trajectories: Sequence[Trajectory], scores: Sequence[TrajectoryScore], batch: Batch
+) -> list[dict[str, Any]]:
     """What the run keeps of each trajectory: everything, and what training made of it."""
     per_session = [
         float(advantage[mask][0]) if mask.any() else 0.0

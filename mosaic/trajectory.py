@@ -102,7 +102,9 @@ class Trajectory:
         self.metadata = {} if self.metadata is None else self.metadata
         for at, session in enumerate(self.sessions):
             if session.parent is not None and (session.parent == at or not 0 <= session.parent < len(self.sessions)):
-                raise ValueError(f"parent of session {at} must be another session of the trajectory, got {session.parent}")
+                raise ValueError(
+                    f"parent of session {at} must be another session of the trajectory, got {session.parent}"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable form that `from_dict` turns back into an equal trajectory."""

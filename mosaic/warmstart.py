@@ -41,7 +41,9 @@ def check_adapter(adapter: str) -> Path:
     """
     folder = SHIPPED if adapter == "warmstart" else Path(adapter)
     if not (folder / "adapter_config.json").is_file():
-        raise FileNotFoundError(f"adapter {str(folder)!r} is no folder with an adapter_config.json: give a LoRA adapter's folder")
+        raise FileNotFoundError(
+            f"adapter {str(folder)!r} is no folder with an adapter_config.json: give a LoRA adapter's folder"
+        )
     import peft  # noqa: F401
 
     return folder
@@ -90,7 +92,9 @@ def train_adapter(output: Path, *, agent: AgentConfig, seed: int, updates: int, 
     # The base is frozen, so bfloat16 loses nothing; peft keeps the adapter in float32.
     model, tokenizer = load_policy("smollm2", dtype="bf16")
     chat = ChatFormat(tokenizer, tool_format=agent.tool_format)
-    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_LR, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=updates, pct_start=0.1)
@@ -113,7 +117,12 @@ def train_adapter(output: Path, *, agent: AgentConfig, seed: int, updates: int, 
     for parameter in parameters:
         parameter.data = parameter.data.to(torch.bfloat16)
     model.save_pretrained(output)
-    facts = {"command": f"mosaic warmstart --seed {seed} --updates {updates}", "seed": seed, "updates": updates, "loss": loss}
+    facts = {
+        "command": f"mosaic warmstart --seed {seed} --updates {updates}",
+        "seed": seed,
+        "updates": updates,
+        "loss": loss,
+    }
     (output / "origin.json").write_text(json.dumps({**facts, "agent": agent.model_dump(mode="json")}, indent=2) + "\n")
 
 

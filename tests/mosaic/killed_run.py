@@ -1,9 +1,9 @@
 """Runs of the driver in processes of their own that are killed on the way: what test_resume.py starts.
 
 Reads a JSON list of runs from standard input: {"config": tree, "resume": bool, "kill": null | [target, n] | seconds}.
-`target` is "module:attribute" of a function at whose n-th call the run kills itself; a number is the time after which it
-is killed from outside. Prints the list of their exit statuses, negative where a signal ended them. The runs are forks
-of this process, which has loaded everything and has no threads yet.
+`target` is "module:attribute" of a function at whose n-th call the run kills itself; a number is the time after which
+it is killed from outside. Prints the list of their exit statuses, negative where a signal ended them. The runs are
+forks of this process, which has loaded everything and has no threads yet.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def facts(run):
     return metrics, names, [path.read_bytes() for path in files]
 
 
-# Where a run is killed: (function, its call). Four trajectories and two updates a step, the default two checkpoints kept.
+# Where a run is killed: (function, its call). A step has four trajectories and two updates; two checkpoints are kept.
 KILLS = {
     "scoring of the first step": ["mosaic.scoring:MarginalGainScorer._score", 2],
     "second update of the second step": ["torch.optim:AdamW.step", 4],

@@ -34,8 +34,14 @@ class Scene:
         return Trajectory(
             "p",
             [
-                self.session(SessionType.NORMAL, "Capital of France?", ["search France", "France: capital Paris", "look more", "nothing"]),
-                self.session(SessionType.COMPACTION, "Summarise.", ["The capital is Paris."], temperature=0.1, parent=0),
+                self.session(
+                    SessionType.NORMAL,
+                    "Capital of France?",
+                    ["search France", "France: capital Paris", "look more", "nothing"],
+                ),
+                self.session(
+                    SessionType.COMPACTION, "Summarise.", ["The capital is Paris."], temperature=0.1, parent=0
+                ),
                 self.session(SessionType.NORMAL, "Continue: Paris?", ["search", "found nothing new"], parent=1),
                 self.session(SessionType.COMPACTION, "Summarise again.", ["Paris."], temperature=0.1, parent=2),
                 self.session(SessionType.NORMAL, "Go on: Paris.", ["Paris it is"], terminal=True, parent=3),
@@ -45,7 +51,10 @@ class Scene:
 
     def fork(self):
         main = self.session(
-            SessionType.NORMAL, "Which is larger?", ["search x", "nothing", "fork both", "A is 3, B is 2", "A"], terminal=True
+            SessionType.NORMAL,
+            "Which is larger?",
+            ["search x", "nothing", "fork both", "A is 3, B is 2", "A"],
+            terminal=True,
         )
         children = [
             self.session(SessionType.SUBAGENT, f"Task {name}", [f"look {name}", "a fact", name], parent=2, fork_index=1)
@@ -94,7 +103,9 @@ def test_states_of_a_fork_are_the_mains(scene):
     assert pairs[0] == pairs[1] and pairs[2] is None
     before, after = pairs[0]
     assert before.session == after.session == 2
-    assert scene.tokenizer.decode(main.token_ids[: before.length]).endswith("nothing\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert scene.tokenizer.decode(main.token_ids[: before.length]).endswith(
+        "nothing\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
     assert scene.tokenizer.decode(main.token_ids[before.length : after.length]).startswith("fork both")
     assert main.token_ids[after.length :] == scene.turn("A")
 
@@ -108,7 +119,9 @@ def test_equals_fresh_forwards(scene, tiny_model, make, space):
     form = math.exp if space == "prob" else float
 
     def value(state):
-        return form(fresh_value(tiny_model, scene, trajectory.sessions[state.session].token_ids[: state.length], score.answer))
+        return form(
+            fresh_value(tiny_model, scene, trajectory.sessions[state.session].token_ids[: state.length], score.answer)
+        )
 
     for pair, gain, eligible in zip(session_states(trajectory), score.gain.tolist(), score.eligible.tolist()):
         assert eligible == (pair is not None)

@@ -14,6 +14,7 @@ import yaml
 import mosaic.train
 from mosaic.advantages import ADVANTAGES
 from mosaic.agents.chat import ChatFormat
+from mosaic.batch import pack
 from mosaic.config import ConfigError, parse_config
 from mosaic.expert import ExpertEngine
 from mosaic.log import RunLog
@@ -21,10 +22,11 @@ from mosaic.models import load_policy
 from mosaic.parts import make_decoder, make_tasks
 from mosaic.report import build_report
 from mosaic.rollout.engine import Generation
+from mosaic.scoring import TrajectoryScore
 from mosaic.tools.local import local_tools
-from mosaic.train import make_optimizer, tasks_of_step, train
+from mosaic.train import add_scores, batch_metrics, make_optimizer, tasks_of_step, train
 from mosaic.trajectory import Session, Trajectory
-from tests.mosaic.small import make_tools, settings, small_tokenizer, with_rewards, write_policy
+from tests.mosaic.small import made_trajectories, make_tools, settings, small_tokenizer, with_rewards, write_policy
 
 # The expert's sessions: a little more than the demo's numbers, as the small vocabulary makes longer texts.
 ROOMY = {"session_limit": 900, "reserve": 200, "max_turn_tokens": 200, "max_turns": 8, "summary_tokens": 200}
@@ -293,6 +295,29 @@ def test_too_few_tasks_are_found_before_a_model_loads(tmp_path, random_policy):
     tree = settings(tmp_path, tmp_path / "no_model", rollout={"prompts": 4})
     with pytest.raises(ConfigError, match="rollout.prompts: 4 prompts a step exceed the 3 tasks"):
         train(parse_config(tree))
+
+
+def test_scores_reach_their_rows():
+    trajectories = made_trajectories()[2:]  # responses 3 + [1 sampled], and 3 + [30 sampled, 2 seen, 8 sampled]
+    batch = pack(trajectories)
+    scores = [
+        TrajectoryScore(torch.tensor([0.5]), torch.tensor([False]), {}, [[7.0]], [torch.tensor([-1.0])], "Rome"),
+        TrajectoryScore(
+            torch.tensor([0.25]), torch.tensor([True]), {}, [[2.0, 3.0]], [-torch.arange(40.0).clamp(min=1)], "Rome"
+        ),
+    ]
+    add_scores(batch, trajectories, scores, "prob")
+    assert batch.turn_gain.tolist() == [0, 0, 7, 0] + [0, 0] + [2] * 30 + [0] * 2 + [3] * 8 + [0]
+    assert batch.old_logprob[:7].tolist() == [0, 0, -1, 0, 0, 0, -1]
+    assert batch.gain.tolist() == [0.5, 0.25] and batch.eligible.tolist() == [False, True]
+    assert batch.gain_space == "prob"
+    batch.rollout_logprob = torch.where(batch.mask, batch.old_logprob - 0.5, 9.0)
+    assert batch_metrics(batch) == {
+        "positive_ig_rate": 1.0,
+        "ig_per_session": 0.25,
+        "engine_logprob_diff_mean": 0.5,
+        "engine_logprob_diff_max": 0.5,
+    }
 
 
 @pytest.mark.parametrize(
