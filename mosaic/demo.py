@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from mosaic.config import RunConfig, load_config
+from mosaic.log import RunLog
 from mosaic.parts import make_decoder
 from mosaic.progress import Progress
 from mosaic.report import build_report, print_summary
@@ -17,9 +19,9 @@ CONFIG = Path(__file__).with_name("demo.yaml")
 QUICK = ("steps=1", "rollout.group_size=2")
 NOTE = (
     "This is a demonstration on a small scale. The policy has 135 million parameters, sessions hold {limit} tokens "
-    "instead of 131,072, groups have {group} rollouts instead of 8, a step has {prompts} prompts instead of 16, and {steps} "
-    "steps are far too few to learn from: expect the machinery to be visible, not the reward to rise. The model was "
-    "warm-started on a scripted expert, so that it calls tools, forks, summarises and answers at all."
+    "instead of 131,072, groups have {group} rollouts instead of 8, a step has {prompts} prompts instead of 16, and "
+    "{steps} steps are far too few to learn from: expect to see the machinery at work, not the reward rise. The model "
+    "was warm-started on a scripted expert, so that it calls tools, forks, summarises and answers at all."
 )
 
 
@@ -40,6 +42,24 @@ def run(output: str, overrides: Sequence[str], *, quick: bool, resume: bool) -> 
     progress.console.print(note, highlight=False)
     directory = train(config, resume=resume, progress=progress)
     print_summary(directory, progress.console)
+    progress.console.print(outcome(RunLog(directory).metrics()), highlight=False)
     report = build_report(directory, note=note, decode=make_decoder(directory))
     progress.console.print(f"report: {report}", highlight=False)
     return report
+
+
+def outcome(metrics: Sequence[dict[str, Any]]) -> str:
+    """What the policy did of its own accord over the run, in one sentence."""
+
+    def trajectories(share: str) -> int:
+        return sum(round(step[share] * step["trajectories"]) for step in metrics)
+
+    mixed, updates = (
+        sum(step["groups_mixed"] for step in metrics),
+        sum(len(step.get("updates", ())) for step in metrics),
+    )
+    return (
+        f"The policy compacted in {trajectories('compaction_share')} and forked in {trajectories('fork_share')} of "
+        f"{sum(step['trajectories'] for step in metrics)} trajectories; rewards varied inside {mixed} prompt groups; "
+        f"{updates} optimiser updates, of which {sum(step.get('skipped_updates', 0) for step in metrics)} were skipped."
+    )

@@ -42,6 +42,11 @@ def check_number(name: str, value: float, want: str, fits: Callable[[float], boo
         raise ValueError(f"{name} must be {want}, got {value}")
 
 
+def check_layout(layout: Layout) -> None:
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a Layout, got {type(layout).__name__}: make one with Layout(cu_seqlens)")
+
+
 def check_packed(
     layout: Layout, mask: Tensor | None, tensors: dict[str, Tensor], optional: dict[str, Tensor | None] | None = None
 ) -> Tensor:
@@ -49,8 +54,7 @@ def check_packed(
 
     Looks at no value: that would wait for the device.
     """
-    if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a Layout, got {type(layout).__name__}")
+    check_layout(layout)
     given = {name: x for name, x in (optional or {}).items() if x is not None}
     for name, x in {**tensors, **given}.items():
         check_tensor(name, x, (layout.num_tokens,), "[T]")

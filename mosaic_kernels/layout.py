@@ -154,6 +154,8 @@ class Layout:
             (layout, index): index [T] int64 into the flattened batch, so that `x.flatten(0, 1)[index]` packs any
             `x` [B, L, ...] and `out.flatten(0, 1)[index] = packed` puts values back.
         """
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"mask must be a tensor of shape [B, L], got {type(mask).__name__}")
         if mask.dim() != 2:
             raise ValueError(f"mask must have shape [B, L], got {tuple(mask.shape)}")
         if mask.dtype != torch.bool and mask.dtype not in _INT_DTYPES:
@@ -200,6 +202,10 @@ class Layout:
 
 
 def _check_length(name: str, x: Tensor, length: int, what: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor with one entry for each of the {length} {what}, got {type(x).__name__}"
+        )
     if x.dim() < 1 or x.shape[0] != length:
         raise ValueError(f"{name} must have one entry for each of the {length} {what}, got shape {tuple(x.shape)}")
 

@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mosaic_kernels import Branches, Layout
+from mosaic_kernels import (
+    Branches,
+    Layout,
+    adaptive_lambda,
+    normalization_weights,
+    segment_logprob,
+    shifted_targets,
+)
 
 
 def test_ids_of_a_packed_batch():
@@ -139,6 +146,28 @@ BRANCHED = Layout.from_lengths([4, 2, 0])
 @pytest.mark.parametrize("prefix", [[0, 0, 0], [0, 4, 4], [0, 1, 3]])
 def test_valid_branches(prefix):
     Branches([-1, 0, 0], prefix).check(BRANCHED)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: Layout([0, 2]).segment_to_token([1.0]),
+            "x must be a tensor with one entry for each of the 1 S segments",
+        ),
+        (lambda: Layout.from_padded([[1, 0]]), r"mask must be a tensor of shape \[B, L\], got list"),
+        (lambda: shifted_targets(torch.zeros(2, dtype=torch.int64), [0, 2]), "layout must be a Layout, got list: make"),
+        (lambda: adaptive_lambda([0, 2], None), "layout must be a Layout, got list"),
+        (lambda: normalization_weights([0, 2], None, "token"), "layout must be a Layout, got list"),
+        (
+            lambda: segment_logprob(torch.zeros(2, 1), torch.zeros(3, 1), torch.zeros(2, dtype=torch.int64), [0, 2]),
+            "layout must be a Layout, got list",
+        ),
+    ],
+)
+def test_what_is_no_tensor_or_layout_is_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
 
 
 def test_branches_of_an_empty_layout():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from mosaic_kernels import Layout, linear_logprob, segment_logprob, shifted_targets
 from mosaic_kernels.linear_logprob import _MODULES
@@ -193,6 +194,18 @@ def test_compiles_as_one_graph():
     for got, want in zip([out.detach(), *(leaf.grad for leaf in leaves)], eager):
         assert got.isfinite().all()
         torch.testing.assert_close(got, want)
+
+
+def test_another_temperature_compiles_at_most_once_more():  # pitfall 7
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear_logprob, fullgraph=True, backend=counter)
+    inputs = sample(4, 5, 13, torch.float32)
+    arguments = [inputs[name] for name in ("hidden", "weight", "target")]
+    for temperature in (0.5, 0.7, 0.9, 1.3):
+        got, want = (f(*arguments, temperature=temperature).logprob for f in (compiled, linear_logprob))
+        torch.testing.assert_close(got, want)
+    assert counter.frame_count <= 2
 
 
 def test_collectives_are_not_traced():

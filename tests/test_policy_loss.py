@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from mosaic_kernels import (
     Cispo,
@@ -206,6 +206,9 @@ def test_nothing_reads_a_value_back_to_the_host(objective):
     assert out.loss.device.type == "meta" and x.grad.shape == (5,)
 
 
+T3, LAYOUT3 = torch.zeros(3), Layout([0, 3])
+
+
 def test_does_not_compile_anew_for_each_length():
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -214,6 +217,30 @@ def test_does_not_compile_anew_for_each_length():
         layout = Layout.from_lengths(lengths)
         x = torch.zeros(layout.num_tokens)
         compiled(x, x, x, layout)
+    assert counter.frame_count <= 2
+
+
+def test_other_options_compile_at_most_once_more():  # pitfall 7
+    logprob, old, advantage = (
+        torch.tensor([-0.5, -1.0, -2.0]),
+        torch.tensor([-1.0, -1.0, -1.0]),
+        torch.tensor([1, -1, -1.0]),
+    )
+
+    def losses(logprob, x):
+        terms = dict(kl=KLPenalty(old, x / 10, "k2"), entropy_bonus=EntropyBonus(old, x / 20))
+        objectives = (Clip(low=x, high=x, dual=2 + x), Cispo(high=x), Sao(low=x, high=x))
+        return sum(policy_loss(logprob, old, advantage, LAYOUT3, objective=o, **terms).loss for o in objectives)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(losses, fullgraph=True, backend=counter)
+    for x in (0.1, 0.2, 0.3, 0.45):
+        results = []
+        for run in (compiled, losses):
+            leaf = logprob.clone().requires_grad_()
+            results.append((loss := run(leaf, x), *torch.autograd.grad(loss, leaf)))
+        torch.testing.assert_close(*results)
     assert counter.frame_count <= 2
 
 
@@ -230,7 +257,13 @@ def test_a_users_objective():
     assert out.loss.item() == pytest.approx(0.5 * (0.5 * 1 + 0.5 * 6))
 
 
-T3, LAYOUT3 = torch.zeros(3), Layout([0, 3])
+class BySession(Half):
+    level = "session"
+
+
+def test_a_users_objective_of_an_unknown_level_is_not_taken_for_another():
+    with pytest.raises(ValueError, match="level must be one of token, segment, trajectory, got 'session'"):
+        policy_loss(T3, T3, T3, LAYOUT3, objective=BySession())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from mosaic_kernels import Layout, policy_loss, rollout_correction
 
@@ -97,6 +98,18 @@ def test_empty_meta_and_compile():
     )
 
 
+def test_other_bounds_compile_at_most_once_more():  # pitfall 7
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(rollout_correction, fullgraph=True, backend=counter)
+    for cap, floor in ((2.0, 0.5), (2.5, 0.4), (3.0, 0.3), (1.5, 0.9)):
+        arguments = {"mask": MASK, "cap": cap, "floor": floor}
+        got, want = (f(RATIO.log(), ROLLOUT, LAYOUT, **arguments) for f in (compiled, rollout_correction))
+        torch.testing.assert_close(got.weight, want.weight)
+        assert torch.equal(got.keep, want.keep)
+    assert counter.frame_count <= 2
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -105,8 +118,8 @@ def test_empty_meta_and_compile():
         ({"level": "turn"}, ValueError, "level must be one of token, segment, trajectory, got 'turn'"),
         ({"cap": 0}, ValueError, "cap must be a finite number > 0, got 0"),
         ({"cap": math.inf}, ValueError, "cap must be a finite number > 0, got inf"),
-        ({"floor": 2.0}, ValueError, r"floor must be None or in \[0, cap\) = \[0, 2.0\), got 2.0"),
-        ({"floor": -0.1}, ValueError, r"floor must be None or in \[0, cap\) = \[0, 2.0\), got -0.1"),
+        ({"floor": 2.0}, ValueError, r"floor must be None or in \[0, cap\), got 2.0"),
+        ({"floor": -0.1}, ValueError, r"floor must be None or in \[0, cap\), got -0.1"),
         ({"floor": "a"}, TypeError, "floor must be a number, got 'a'"),
     ],
 )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from mosaic_kernels import Layout, value_loss
 
@@ -112,6 +113,17 @@ def test_empty_and_masked_batches_dtypes_meta_and_compile():
         value, value - 1, returns, Layout([0, 3]), clip=0.1
     )
     torch.testing.assert_close(compiled.loss, value_loss(value, value - 1, returns, Layout([0, 3]), clip=0.1).loss)
+
+
+def test_another_clip_compiles_at_most_once_more():  # pitfall 7
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(value_loss, fullgraph=True, backend=counter)
+    value, old, returns = torch.tensor([1.0, -1.0, 0.5]), torch.zeros(3), torch.tensor([0.9, -0.9, 3.0])
+    for clip in (0.1, 0.2, 0.3, 0.6):
+        got, want = (f(value, old, returns, Layout([0, 3]), clip=clip).loss for f in (compiled, value_loss))
+        torch.testing.assert_close(got, want)
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize(

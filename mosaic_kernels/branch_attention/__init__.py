@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mosaic_kernels._backend import pick
-from mosaic_kernels._checks import check_number, check_tensor
+from mosaic_kernels._checks import check_layout, check_number, check_tensor
 from mosaic_kernels.branch_attention import reference
 from mosaic_kernels.layout import Branches, Layout
 
@@ -51,7 +51,7 @@ def branch_attention(
     Returns:
         [T, Hq, D] in the dtype of `query`; differentiable in query, key and value. Computed in float32, or in float64
         where an input is float64, also under autocast. What one segment holds never reaches another that does not see
-        it, not even a NaN.
+        it, not even a NaN. For another number of threads the BLAS library may round the gradients differently.
 
     Raises:
         ValueError: a shape does not fit, an option is out of range, or the branches do not fit the layout: a parent
@@ -83,8 +83,7 @@ def branch_attention(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, layout: Layout, branches: Branches | None) -> None:
-    if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a Layout, got {type(layout).__name__}")
+    check_layout(layout)
     # The layout's own count is a Python number, on which a compiled caller would specialise; a tensor's size is not.
     tokens = layout.token_segment.shape[0]
     check_tensor("query", query, (tokens, None, None), "[T, Hq, D]")

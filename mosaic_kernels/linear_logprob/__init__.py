@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mosaic_kernels._backend import pick
-from mosaic_kernels._checks import check_tensor
+from mosaic_kernels._checks import check_layout, check_tensor
 from mosaic_kernels.layout import Layout
 from mosaic_kernels.linear_logprob import reference
 from mosaic_kernels.linear_logprob.checks import active_rows, check_arguments
@@ -163,6 +163,7 @@ def segment_logprob(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
+    check_layout(layout)
     check_tensor("hidden", hidden, (layout.num_tokens, None), "[T, H]")
     logprob = linear_logprob(
         hidden,

@@ -43,7 +43,8 @@ def linear_logprob(
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(dtype)
     elif temperature != 1.0:
-        temperature = torch.full(target.shape, temperature, dtype=dtype, device=target.device)
+        # by a product: torch.compile would compile torch.full anew for each temperature
+        temperature = torch.ones(target.shape, dtype=dtype, device=target.device) * temperature
     else:
         temperature = None
     score = _score_in_place if compiling else _score_chunks

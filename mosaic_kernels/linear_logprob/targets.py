@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic_kernels._checks import check_tensor
+from mosaic_kernels._checks import check_layout, check_tensor
 from mosaic_kernels.layout import Layout
 
 IGNORED_TARGET = -100
@@ -25,12 +25,13 @@ def shifted_targets(input_ids: Tensor, layout: Layout) -> Tensor:
         skips, so that no target ever crosses a segment boundary.
 
     Raises:
-        TypeError: `input_ids` is no integer tensor.
+        TypeError: `input_ids` is no integer tensor, or the layout no Layout.
         ValueError: `input_ids` has not one entry for each token of the layout.
 
     >>> shifted_targets(torch.tensor([10, 11, 12, 20, 21]), Layout([0, 3, 5])).tolist()
     [11, 12, -100, 21, -100]
     """
+    check_layout(layout)
     check_tensor("input_ids", input_ids, (layout.num_tokens,), "[T]", floating=False)
     if input_ids.is_floating_point() or input_ids.is_complex():
         raise TypeError(f"input_ids must be an integer tensor, got {input_ids.dtype}")

@@ -12,7 +12,7 @@ from mosaic_kernels.layout import Layout
 from mosaic_kernels.policy_loss import reference
 from mosaic_kernels.policy_loss.normalization import normalization_weights, weights_of, whiten
 from mosaic_kernels.policy_loss.objectives import Cispo, Clip, EntropyBonus, KLPenalty, Objective, Reinforce, Sao
-from mosaic_kernels.policy_loss.reductions import compute_dtype
+from mosaic_kernels.policy_loss.reductions import check_level, compute_dtype
 from mosaic_kernels.policy_loss.rollout import RolloutCorrection, rollout_correction
 from mosaic_kernels.policy_loss.value import ValueLoss, value_loss
 
@@ -103,6 +103,7 @@ def policy_loss(
     """
     if not isinstance(objective, Objective):
         raise TypeError(f"objective must be an instance such as Clip() or Cispo(high=0.28), got {objective!r}")
+    check_level(objective.level)
     for name, term, kind in (("kl", kl, KLPenalty), ("entropy_bonus", entropy_bonus, EntropyBonus)):
         if term is not None and not isinstance(term, kind):
             raise TypeError(f"{name} must be a {kind.__name__} or None, got {type(term).__name__}")

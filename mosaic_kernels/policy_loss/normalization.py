@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mosaic_kernels._checks import as_mask, check_tensor
+from mosaic_kernels._checks import as_mask, check_packed, check_tensor
 from mosaic_kernels.layout import Layout
 from mosaic_kernels.policy_loss.reductions import compute_dtype, count_by, ordered_sum
 
@@ -56,7 +56,7 @@ def normalization_weights(
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    mask = as_mask(mask, layout.num_tokens, layout.device)
+    mask = check_packed(layout, mask, {})
     return weights_of(layout, mask, kind, torch.float32, group)
 
 

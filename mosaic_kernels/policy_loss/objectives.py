@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mosaic_kernels._checks import check_number, check_tensor
-from mosaic_kernels.policy_loss.reductions import check_level
+from mosaic_kernels.policy_loss.reductions import at_most, check_level
 
 
 class Objective(ABC):
@@ -79,8 +79,9 @@ class Clip(Objective):
 
     def token_loss(self, ratio: Tensor, logprob: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
         least, most = 1 - self.low, 1 + self.high
-        limited = ((advantage > 0) & (ratio > most)) | ((advantage < 0) & (ratio < least))
-        loss = torch.where(limited, -ratio.detach().clamp(least, most) * advantage, -ratio * advantage)
+        above, below = (advantage > 0) & (ratio > most), (advantage < 0) & (ratio < least)
+        limited = above | below
+        loss = torch.where(above, -most * advantage, torch.where(below, -least * advantage, -ratio * advantage))
         if self.dual is not None:
             capped = (advantage < 0) & (ratio > self.dual)
             loss = torch.where(capped, -self.dual * advantage, loss)
@@ -109,7 +110,7 @@ class Cispo(Objective):
         check_number("high", self.high, ">= 0", lambda x: x >= 0)
 
     def token_loss(self, ratio: Tensor, logprob: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        weight = ratio.detach().clamp(max=1 + self.high)
+        weight = at_most(ratio.detach(), 1 + self.high)
         return -weight * advantage * logprob, (advantage != 0) & (ratio > 1 + self.high)
 
 
@@ -179,7 +180,7 @@ class KLPenalty:
 
     def __post_init__(self):
         check_tensor("ref_logprob", self.ref_logprob, (None,), "[T]")
-        check_number("coef", self.coef, "finite", math.isfinite)
+        check_number("coef", self.coef, "finite", lambda x: -math.inf < x < math.inf)
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {self.estimator!r}")
 
@@ -201,4 +202,4 @@ class EntropyBonus:
 
     def __post_init__(self):
         check_tensor("entropy", self.entropy, (None,), "[T]")
-        check_number("coef", self.coef, "finite", math.isfinite)
+        check_number("coef", self.coef, "finite", lambda x: -math.inf < x < math.inf)

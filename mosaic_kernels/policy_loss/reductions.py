@@ -23,6 +23,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def at_most(x: Tensor, bound: float) -> Tensor:
+    """min(x, bound). Not by clamp, which torch.compile would compile anew for each bound."""
+    return torch.minimum(x, torch.ones_like(x) * bound)
+
+
 def ordered_sum(x: Tensor) -> Tensor:
     """Sum of `x` [T], 0-d: chunks of fixed size, then the chunks.
 

@@ -12,6 +12,7 @@ from mosaic_kernels._checks import check_number, check_packed
 from mosaic_kernels.layout import Layout
 from mosaic_kernels.policy_loss.reductions import (
     MAX_LOG_RATIO,
+    at_most,
     check_level,
     compute_dtype,
     masked_max,
@@ -86,7 +87,7 @@ def rollout_correction(
     check_level(level)
     check_number("cap", cap, "a finite number > 0", lambda x: 0 < x < math.inf)
     if floor is not None:
-        check_number("floor", floor, f"None or in [0, cap) = [0, {cap})", lambda x: 0 <= x < cap)
+        check_number("floor", floor, "None or in [0, cap)", lambda x: 0 <= x < cap)
     dtype = compute_dtype(logprob)
 
     new = torch.where(mask, logprob.detach().to(dtype), 0.0)
@@ -104,7 +105,7 @@ def rollout_correction(
     if floor is not None:
         keep = mask & ~(above | (ratio < floor))
     return RolloutCorrection(
-        torch.where(keep, ratio.clamp(max=cap), 0.0),
+        torch.where(keep, at_most(ratio, cap), 0.0),
         keep,
         {
             "ratio_mean": masked_mean(ratio, mask),

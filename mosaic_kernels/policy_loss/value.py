@@ -84,7 +84,8 @@ def value_loss(
     limited = torch.zeros_like(mask)
     if clip is not None:
         change = value.detach() - old_value
-        bounded = (old_value + change.clamp(-clip, clip) - returns).square()
+        # read only where the change exceeds clip; not by clamp, which torch.compile would compile anew for each clip
+        bounded = (old_value + change.sign() * clip - returns).square()
         limited = (change.abs() > clip) & (bounded > error.detach())
         error = torch.where(limited, bounded, error)
     loss = ordered_sum(torch.where(mask, weight * 0.5 * error * poison, 0.0))

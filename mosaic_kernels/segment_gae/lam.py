@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mosaic_kernels._checks import as_mask, check_number, check_tensor
+from mosaic_kernels._checks import check_number, check_packed, check_tensor
 from mosaic_kernels.layout import Layout
 
 
@@ -32,7 +32,7 @@ def adaptive_lambda(
 
     Raises:
         ValueError: alpha is not positive and finite, `scope` is unknown, or the mask is not [T].
-        TypeError: the mask is not bool or integer.
+        TypeError: the mask is not bool or integer, or the layout no Layout.
 
     Source: CompactionRL (length-adaptive GAE, alpha 1.5).
 
@@ -44,7 +44,7 @@ def adaptive_lambda(
     check_number("alpha", alpha, "> 0 and finite", lambda x: 0 < x < math.inf)
     if scope not in ("trajectory", "segment"):
         raise ValueError(f"scope must be 'trajectory' or 'segment', got {scope!r}")
-    mask = as_mask(mask, layout.num_tokens, layout.device)
+    mask = check_packed(layout, mask, {})
     active = torch.zeros(layout.num_segments, dtype=torch.int64, device=layout.device)
     active = active.index_add(0, layout.token_segment, mask.to(torch.int64))
     if scope == "trajectory":
