@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         )
 
     demo = add("demo", "Warm-start a small real model and train it with Mosaic on compaction and forking rollouts.")
-    demo.add_argument("--output", default="runs/demo", help="run directory (default: %(default)s)")
+    demo.add_argument("--output", help="run directory (default: runs/demo, or runs/demo-quick with --quick)")
     demo.add_argument("--quick", action="store_true", help="one step of two small groups, to see that everything works")
     demo.add_argument("--resume", action="store_true", help="go on with the run in --output")
     with_overrides(demo)
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     warmstart.add_argument(
         "--seed", type=int, default=0, help="seed of the expert's tasks and of the training (default: %(default)s)"
     )
-    warmstart.add_argument("--updates", type=_positive, default=40, help="optimiser updates (default: %(default)s)")
+    warmstart.add_argument("--updates", type=_positive, default=64, help="optimiser updates (default: %(default)s)")
     return parser
 
 

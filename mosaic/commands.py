@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from mosaic import demo
@@ -37,7 +38,8 @@ USER_ERRORS = (ConfigError, RunError, FetchError, JudgeError, NotImplementedErro
 
 
 def run_demo(arguments: argparse.Namespace) -> None:
-    demo.run(arguments.output, arguments.overrides, quick=arguments.quick, resume=arguments.resume)
+    output = arguments.output or ("runs/demo-quick" if arguments.quick else "runs/demo")
+    demo.run(output, arguments.overrides, quick=arguments.quick, resume=arguments.resume)
 
 
 def run_train(arguments: argparse.Namespace) -> None:
@@ -63,7 +65,11 @@ def run_score(arguments: argparse.Namespace) -> None:
         space=config.algorithm.gain_space,
         autocast=config.autocast_dtype,
     )
-    for trajectory, score in zip(trajectories, scorer.score(trajectories)):
+    try:
+        scores = scorer.score(trajectories)
+    except ValueError as error:
+        raise RunError(f"{arguments.trajectories}: {error}") from None
+    for trajectory, score in zip(trajectories, scores):
         line: dict[str, Any] = {"prompt_id": trajectory.prompt_id, "answer": score.answer}
         line |= {"gain": score.gain.tolist(), "eligible": score.eligible.tolist(), "turn_gain": score.turn_gain}
         line["value"] = [{"session": s.session, "length": s.length, "value": v} for s, v in score.value.items()]
@@ -116,7 +122,7 @@ def _sample(config: RunConfig, tasks: Sequence[Task], title: str) -> None:
     log.write_trajectories(1, [trajectory.to_dict() for trajectory in trajectories])
     log.write_metrics(1, metrics)
     _print_metrics(metrics, progress.console, title=title)
-    progress.console.print(f"trajectories and metrics: {log.directory}", highlight=False)
+    progress.console.print(Text(f"trajectories and metrics: {log.directory}"), soft_wrap=True)
 
 
 def run_report(arguments: argparse.Namespace) -> None:
@@ -126,21 +132,27 @@ def run_report(arguments: argparse.Namespace) -> None:
 def run_warmstart(arguments: argparse.Namespace) -> None:
     from mosaic.warmstart import train_adapter
 
-    agent = demo.demo_config(arguments.output).agent
+    config = demo.demo_config(arguments.output)
     train_adapter(
-        Path(arguments.output), agent=agent, seed=arguments.seed, updates=arguments.updates, progress=Progress()
+        Path(arguments.output),
+        agent=config.agent,
+        hops=config.task.hops,
+        seed=arguments.seed,
+        updates=arguments.updates,
+        progress=Progress(),
     )
 
 
 def _finish(directory: Path, console: Console) -> None:
     print_summary(directory, console)
-    console.print(f"report: {build_report(directory, decode=make_decoder(directory))}", highlight=False)
+    report = build_report(directory, decode=make_decoder(directory))
+    console.print(Text(f"report: {report}"), soft_wrap=True)
 
 
 def _print_metrics(metrics: dict[str, Any], console: Console, title: str) -> None:
     table = Table("metric", "value", title=title)
     for key, value in metrics.items():
-        table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+        table.add_row(key, Text(f"{value:.4g}" if isinstance(value, float) else str(value)))
     console.print(table)
 
 

@@ -72,6 +72,16 @@ class ModelConfig(Section):
         False, description="recompute activations in the backward pass to save memory"
     )
 
+    @model_validator(mode="after")
+    def _merged_once(self):
+        folder = Path(self.path)
+        if self.adapter is not None and folder.name == "policy" and (folder.parent / "state.json").is_file():
+            raise ValueError(
+                f"adapter {self.adapter} would be merged a second time into {self.path}, a checkpoint of a run: set "
+                "model.adapter=null"
+            )
+        return self
+
 
 class TaskConfig(Section):
     """Where the questions come from."""
@@ -83,6 +93,13 @@ class TaskConfig(Section):
     hops: tuple[Literal[1, 2, 3], ...] = Field(
         (1, 2, 3), min_length=1, description="atlas question depths to draw from"
     )
+
+    @model_validator(mode="after")
+    def _belongs(self):
+        for name in ("split", "hops"):
+            if self.source != "atlas" and getattr(self, name) != TaskConfig.model_fields[name].default:
+                raise ValueError(f"{name} is for source atlas only, and {self.source} is a file: leave {name} out")
+        return self
 
 
 class RolloutConfig(Section):
@@ -107,6 +124,11 @@ class JudgeConfig(Section):
         None, description="llm: the endpoint, as http://host:port/v1; its key is read from MOSAIC_JUDGE_API_KEY"
     )
     model: str | None = Field(None, description="llm: the model's name at the endpoint")
+    thinking: Literal["disable", "disable_if_accepted", "default"] = Field(
+        "disable",
+        description="llm: disable asks the server to switch thinking off; disable_if_accepted goes on where it refuses "
+        "that; default does not ask, for servers that do not know chat_template_kwargs",
+    )
 
     @model_validator(mode="after")
     def _complete(self):
@@ -122,7 +144,11 @@ class AlgorithmConfig(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of that entry, such as rho or lambda_r"
     )
-    objective: str = Field("clip", description="clip, cispo, sao or reinforce")
+    objective: str = Field(
+        "clip",
+        description="clip, cispo, sao or reinforce; the ratio is to the trainer's log-probs before the update, that of "
+        "sao to the rollout engine's",
+    )
     objective_options: dict[str, Any] = Field(
         default_factory=dict, description="options of the objective, such as low, high, dual, level"
     )
@@ -191,6 +217,12 @@ class RunConfig(Section):
         if self.agent.reserve >= self.agent.session_limit:
             raise ValueError(
                 f"agent.reserve ({self.agent.reserve}) must be below agent.session_limit ({self.agent.session_limit})"
+            )
+        agent = self.agent
+        if agent.compaction_style == "live" and agent.compaction_threshold >= agent.session_limit:
+            raise ValueError(
+                f"agent.compaction_threshold ({agent.compaction_threshold}) must be below agent.session_limit "
+                f"({agent.session_limit}) with compaction_style live, which would compact after every turn"
             )
         if self.algorithm.name == "supo" and not self.algorithm.mask_overlong:
             raise ValueError(

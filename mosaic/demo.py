@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.text import Text
 
 from mosaic.config import RunConfig, load_config
 from mosaic.log import RunLog
@@ -44,7 +45,7 @@ def run(output: str, overrides: Sequence[str], *, quick: bool, resume: bool) -> 
     print_summary(directory, progress.console)
     progress.console.print(outcome(RunLog(directory).metrics()), highlight=False)
     report = build_report(directory, note=note, decode=make_decoder(directory))
-    progress.console.print(f"report: {report}", highlight=False)
+    progress.console.print(Text(f"report: {report}"), soft_wrap=True)
     return report
 
 

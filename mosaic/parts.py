@@ -74,7 +74,7 @@ def make_judge(config: RunConfig) -> Judge:
     if config.judge.kind == "exact":
         return ExactMatchJudge()
     try:
-        return LLMJudge(config.judge.base_url, config.judge.model)
+        return LLMJudge(config.judge.base_url, config.judge.model, thinking=config.judge.thinking)
     except ValueError as error:
         raise ConfigError(f"judge.{error}") from None
 

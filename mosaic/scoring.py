@@ -128,7 +128,9 @@ class MarginalGainScorer:
             )
         self.model, self.tokenizer = model, tokenizer
         self.granularity, self.space, self.choose, self.autocast = granularity, space, choose, autocast
-        self.max_tokens = max_tokens or model.config.max_position_embeddings
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, or None for the model's context, got {max_tokens}")
+        self.max_tokens = model.config.max_position_embeddings if max_tokens is None else max_tokens
         self.chat = ChatFormat(tokenizer)
 
     @torch.no_grad()
@@ -230,7 +232,7 @@ class MarginalGainScorer:
             linear_logprob(
                 hidden[start : start + len(session.response_ids)],
                 weight,
-                torch.tensor(session.response_ids, device=hidden.device),
+                torch.tensor(session.response_ids, dtype=torch.int64, device=hidden.device),  # of no tokens too
                 bias=bias,
                 softcap=softcap,
                 temperature=session.temperature,

@@ -136,16 +136,17 @@ def open_run(config: RunConfig, resume: bool) -> tuple[RunLog, Path | None]:
     """
     directory = Path(config.output)
     saved = directory / "config.yaml"
+    checkpoints = list_checkpoints(directory / "checkpoints")
+    if (saved.exists() or checkpoints) and not resume:
+        raise ConfigError(
+            f"output: {directory} holds a run already; give another output (output=...), or let mosaic train or demo "
+            "go on with it by --resume"
+        )
     if saved.exists():
-        if not resume:
-            raise ConfigError(
-                f"output: {directory} holds a run already; give another output, or --resume to go on with it"
-            )
         before, now = (flat_keys(x) for x in (yaml.safe_load(saved.read_text()), config.model_dump(mode="json")))
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed := [key for key in changed if key not in ("steps", "output")]:
             raise ConfigError(f"--resume: {', '.join(changed)} differ from {saved}; only steps may change")
-    checkpoints = list_checkpoints(directory / "checkpoints")
     return RunLog(directory), checkpoints[-1] if checkpoints else None
 
 

@@ -98,6 +98,8 @@ class Trajectory:
     metadata: dict[str, Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
+        if isinstance(self.answers, str):  # a tuple of it would be its letters
+            raise ValueError(f"answers must hold the accepted answers, got {self.answers!r}: write ({self.answers!r},)")
         self.answers = tuple(self.answers)
         self.metadata = {} if self.metadata is None else self.metadata
         for at, session in enumerate(self.sessions):

@@ -13,7 +13,7 @@ from mosaic.batch import Batch
 from mosaic.config import RunConfig
 from mosaic.models import backbone, head
 from mosaic.objectives import objective_from
-from mosaic_kernels import EntropyBonus, linear_logprob, normalization_weights, policy_loss
+from mosaic_kernels import EntropyBonus, Sao, linear_logprob, normalization_weights, policy_loss
 
 
 def update_policy(
@@ -113,7 +113,7 @@ def _loss(model: torch.nn.Module, batch: Batch, objective: Any, config: RunConfi
     )
     return policy_loss(
         out.logprob,
-        batch.old_logprob,
+        batch.rollout_logprob if isinstance(objective, Sao) else batch.old_logprob,  # SAO: ratio to the rollout policy
         batch.advantage,
         batch.layout,
         mask=batch.mask,

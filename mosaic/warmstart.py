@@ -4,8 +4,9 @@ protocol (calls, forks, summaries, answers) well enough for rewards to vary."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,20 @@ def merge_adapter(model: torch.nn.Module, adapter: str) -> torch.nn.Module:
     folder = check_adapter(adapter)
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    return merged.requires_grad_(True)  # peft froze what it put the adapter on
 
 
-def expert_trajectories(chat: ChatFormat, agent: AgentConfig, *, seed: int) -> Iterator[Trajectory]:
+def expert_trajectories(
+    chat: ChatFormat, agent: AgentConfig, *, seed: int, hops: Collection[int] = (1, 2, 3)
+) -> Iterator[Trajectory]:
     """Trajectories of the scripted expert on train tasks that end in an answer of its own accord, and a right one;
     scenarios take turns, without end."""
     tools, judge = local_tools(), ExactMatchJudge()
-    tasks = atlas.tasks("train", seed=seed)
-    number = 0
-    while True:
-        task, scenario = tasks[number % len(tasks)], ("compaction", "forking")[number % 2]
+    tasks = atlas.tasks("train", seed=seed, hops=hops)
+    accepted = 0
+    for number in itertools.count():
+        task, scenario = tasks[number % len(tasks)], ("compaction", "forking")[accepted % 2]
         rollout = SCENARIOS[scenario](
             task,
             engine=ExpertEngine(task, chat, forks=scenario == "forking"),
@@ -76,21 +80,22 @@ def expert_trajectories(chat: ChatFormat, agent: AgentConfig, *, seed: int) -> I
             rollout_index=0,
         )
         trajectory = asyncio.run(rollout)
-        number += 1
         if isinstance(trajectory, Trajectory):
             trajectory.reward = asyncio.run(judge(task.question, task.answers, trajectory.metadata["answer"]))
             forced = any(key.startswith("forced") for key in trajectory.metadata["counts"])
             if trajectory.reward == 1.0 and not forced:
+                accepted += 1
                 yield trajectory
 
 
-def train_adapter(output: Path, *, agent: AgentConfig, seed: int, updates: int, progress: Progress) -> None:
+def train_adapter(
+    output: Path, *, agent: AgentConfig, hops: Collection[int], seed: int, updates: int, progress: Progress
+) -> None:
     """Trains a rank-8 LoRA adapter of SmolLM2 by maximum likelihood of the expert's policy tokens and saves it."""
     from peft import LoraConfig, get_peft_model
 
     seed_everything(seed, "warmstart")
-    # The base is frozen, so bfloat16 loses nothing; peft keeps the adapter in float32.
-    model, tokenizer = load_policy("smollm2", dtype="bf16")
+    model, tokenizer = load_policy("smollm2")
     chat = ChatFormat(tokenizer, tool_format=agent.tool_format)
     model = get_peft_model(
         model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -98,7 +103,7 @@ def train_adapter(output: Path, *, agent: AgentConfig, seed: int, updates: int, 
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_LR, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=updates, pct_start=0.1)
-    trajectories = expert_trajectories(chat, agent, seed=seed)
+    trajectories = expert_trajectories(chat, agent, seed=seed, hops=hops)
     model.train()
     with progress.stage("warm-start", updates) as advance:
         for _ in range(updates):
@@ -116,9 +121,10 @@ def train_adapter(output: Path, *, agent: AgentConfig, seed: int, updates: int, 
             progress.console.print(f"loss {loss:.3f}", highlight=False)
     for parameter in parameters:
         parameter.data = parameter.data.to(torch.bfloat16)
+    model.peft_config["default"].base_model_name_or_path = "smollm2"  # not the folder it had on this machine
     model.save_pretrained(output)
     facts = {
-        "command": f"mosaic warmstart --seed {seed} --updates {updates}",
+        "command": f"mosaic warmstart --output {output.name} --seed {seed} --updates {updates}",
         "seed": seed,
         "updates": updates,
         "loss": loss,
@@ -128,5 +134,5 @@ def train_adapter(output: Path, *, agent: AgentConfig, seed: int, updates: int, 
 
 def _logprob(model: Any, batch: Batch) -> torch.Tensor:
     weight, bias, softcap = head(model)
-    hidden = packed_hidden(model, batch, torch.bfloat16)
+    hidden = packed_hidden(model, batch, None)
     return linear_logprob(hidden, weight, batch.target, bias=bias, softcap=softcap, mask=batch.mask).logprob

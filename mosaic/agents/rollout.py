@@ -124,6 +124,13 @@ class Rollout:
         return Observation(prompts.tool_error(message), ("tool_calls", "tool_errors"))
 
     def trajectory(self, scenario: str, sessions: list[Session], end: End) -> Trajectory:
+        """The finished trajectory.
+
+        Raises:
+            Dropped: a session is longer than L'. Turns and summaries never make it so: its question is too long.
+        """
+        if any(len(session.token_ids) > self.config.session_limit for session in sessions):
+            raise Dropped("the question is longer than session_limit")
         metadata = {
             "scenario": scenario,
             "question": self.task.question,

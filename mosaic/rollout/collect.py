@@ -15,6 +15,8 @@ from mosaic.tasks import Task
 from mosaic.tools import Tool
 from mosaic.trajectory import Trajectory
 
+JUDGED_AT_ONCE = 32  # answers: a judge's endpoint bears so many connections, an evaluation has thousands
+
 
 async def collect(
     tasks: Sequence[Task],
@@ -34,11 +36,11 @@ async def collect(
         which reason.
     """
     scenarios = config.rollout.scenarios
+    free = asyncio.Semaphore(JUDGED_AT_ONCE)
 
-    async def one(prompt: int, rollout: int) -> Trajectory | Dropped:
-        task = tasks[prompt]
+    async def roll_out(prompt: int, rollout: int) -> Trajectory | Dropped:
         result = await SCENARIOS[scenarios[prompt % len(scenarios)]](
-            task,
+            tasks[prompt],
             engine=engine,
             chat=chat,
             tools=tools,
@@ -47,14 +49,19 @@ async def collect(
             prompt_index=prompt,
             rollout_index=rollout,
         )
-        if isinstance(result, Trajectory):
-            result.reward = await judge(task.question, task.answers, result.metadata["answer"])
-            if result.reward is None:
-                result = Dropped("the judge gave no verdict")
         on_done()
         return result
 
+    async def judged(result: Trajectory | Dropped) -> Trajectory | Dropped:
+        if isinstance(result, Dropped):
+            return result
+        async with free:
+            result.reward = await judge(result.metadata["question"], result.answers, result.metadata["answer"])
+        return Dropped("the judge gave no verdict") if result.reward is None else result
+
     pairs = [(prompt, rollout) for prompt in range(len(tasks)) for rollout in range(config.rollout.group_size)]
-    results = await asyncio.gather(*(one(prompt, rollout) for prompt, rollout in pairs))
+    results = await asyncio.gather(*(roll_out(prompt, rollout) for prompt, rollout in pairs))
+    # Only now: an engine in this process holds the event loop, and a judge's time limits would run out meanwhile.
+    results = await asyncio.gather(*map(judged, results))
     kept = [result for result in results if isinstance(result, Trajectory)]
     return kept, Counter(result.reason for result in results if isinstance(result, Dropped))

@@ -104,3 +104,8 @@ def test_unjudged_and_unscored_are_refused(trajectories):
 def test_empty_batch():
     batch = pack([])
     assert batch.layout.num_tokens == 0 and batch.mask.shape == (0,)
+
+
+def test_one_answer_is_not_taken_for_its_letters():
+    with pytest.raises(ValueError, match=r"answers must hold the accepted answers, got 'Paris': write \('Paris',\)"):
+        Trajectory("a", [], answers="Paris")

@@ -15,6 +15,7 @@ import mosaic.commands
 import mosaic.train
 from mosaic.cli import main
 from mosaic.config import load_config
+from mosaic.demo import demo_config
 from mosaic.log import RunLog, write_trajectory_file
 from mosaic.rewards import JudgeError
 from tests.mosaic.small import made_trajectories, make_tools, settings, write_policy
@@ -132,6 +133,14 @@ def test_score_refuses_files_that_hold_no_trajectories(capsys, tmp_path, config,
     ):
         write_trajectory_file(tmp_path / name, [good, record])
         assert message in fails(capsys, "score", config, tmp_path / name)
+
+
+def test_score_names_the_session_that_cannot_be_scored(capsys, tmp_path, config):
+    orphan = made_trajectories()[1].to_dict()
+    orphan["sessions"][0]["fork_index"] = 9
+    write_trajectory_file(tmp_path / "orphan.zst", [orphan])
+    message = fails(capsys, "score", config, tmp_path / "orphan.zst")
+    assert "orphan.zst: fork_index of session 0 must be a turn of its parent, got 9" in message
 
 
 def test_eval_counts_are_checked(capsys, config, no_model):
@@ -279,13 +288,17 @@ def test_train_score_report_and_eval(capsys, tmp_path, config, policy):
         assert [line["answer"] in ("Paris", "City of Light", "Tallinn", "Lima") for line in lines] == [True] * 4
         assert all((line["turn_gain"] is None) == (granularity == "session") for line in lines)
     checkpoint = run / "checkpoints" / "step_000002" / "policy"
-    output = tmp_path / "evaluated"
+    assert "set model.adapter=null" in fails(
+        capsys, "eval", config, f"model.path={checkpoint}", "model.adapter=warmstart"
+    )
+    output = tmp_path / ("[red]evaluated[/b] in a folder whose name is " + "long " * 20).strip()
     assert main(["eval", config, f"model.path={checkpoint}", f"output={output}", "--count", "1"]) == 0
     said = capsys.readouterr().out
-    assert "evaluation of 1 prompts" in said and "success_rate" in said and str(output) in said.replace("\n", "")
+    assert "evaluation of 1 prompts" in said and "success_rate" in said and f"metrics: {output}\n" in said
     (metrics,) = RunLog(output).metrics()
     assert metrics["trajectories"] == 2 and len(RunLog(output).read_trajectories(1)) == 2
     assert main(["report", str(output)]) == 0
+    assert f"report: {output / 'report.html'}\n" in capsys.readouterr().out
 
 
 def test_rollout_samples_what_the_first_step_of_training_would(capsys, tmp_path, config):
@@ -297,12 +310,12 @@ def test_rollout_samples_what_the_first_step_of_training_would(capsys, tmp_path,
 
 
 def test_the_demo_runs_with_what_it_is_told(capsys, tmp_path, policy):
-    output = tmp_path / "demo"
+    output, limit = tmp_path / "demo", demo_config("unused").agent.session_limit
     overrides = [f"model.path={policy}", "model.adapter=null", "agent.max_turns=1", "agent.max_turn_tokens=8"]
     assert main(["demo", "--quick", "--output", str(output), *overrides]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "sessions hold 672 tokens instead of 131,072, groups have 2 rollouts" in said
+    assert f"sessions hold {limit} tokens instead of 131,072, groups have 2 rollouts" in said
     assert str(output / "report.html") in said.replace(" ", "")
     (metrics,) = RunLog(output).metrics()
     assert metrics["trajectories"] == 4 and len(metrics["updates"]) == 2
-    assert "sessions hold 672 tokens" in (output / "report.html").read_text()
+    assert f"sessions hold {limit} tokens" in (output / "report.html").read_text()

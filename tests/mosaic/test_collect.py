@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+import mosaic.rollout.collect
 from mosaic.agents.chat import ChatFormat
 from mosaic.config import parse_config
 from mosaic.models import tiny_policy
@@ -121,6 +122,30 @@ def test_a_judge_that_refuses_everything_ends_the_run(chat):
 
     with pytest.raises(JudgeError, match="check the key"):
         run(Answering(chat), chat, judge)
+
+
+@pytest.mark.parametrize("limit", [2, 32])
+def test_answers_are_judged_behind_the_rollouts_and_not_all_at_once(chat, monkeypatch, limit):
+    """An engine that holds the event loop for minutes would otherwise let a judge's time limits run out."""
+    monkeypatch.setattr(mosaic.rollout.collect, "JUDGED_AT_ONCE", limit)
+    asked, judging, most = [], 0, 0
+
+    class Engine(Answering):
+        async def generate(self, request):
+            assert most == 0, "an answer was judged while an agent still sampled"
+            asked.append(request)
+            return await super().generate(request)
+
+    async def judge(question, answers, prediction):
+        nonlocal judging, most
+        judging += 1
+        most = max(most, judging)
+        await asyncio.sleep(0)
+        judging -= 1
+        return float(question.split()[1][0] in prediction)
+
+    trajectories, _ = run(Engine(chat), chat, judge)
+    assert [t.reward for t in trajectories] == [1.0, 0.0] * 3 and len(asked) == 6 and most == min(limit, 6)
 
 
 class Late(HFEngine):

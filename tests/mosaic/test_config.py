@@ -57,6 +57,15 @@ def test_file_and_overrides(tmp_path):
         ({"judge": {"kind": "llm"}}, r"judge: kind llm needs base_url and model"),
         ({"optimizer": {"minibatches": 1000}}, r"optimizer.minibatches must not exceed"),
         ({"optimizer": 3}, r"optimizer: "),
+        (
+            {"agent": {"compaction_style": "live", "session_limit": 704, "reserve": 128}},
+            r"agent.compaction_threshold \(16384\) must be below agent.session_limit \(704\) with .* live",
+        ),
+        (
+            {"task": {"source": "a.jsonl", "split": "eval"}},
+            r"task: split is for source atlas only, and a.jsonl is a file",
+        ),
+        ({"task": {"source": "a.jsonl", "hops": [1]}}, r"task: hops is for source atlas only"),
     ],
 )
 def test_faults_name_path_value_and_help(tree, message):
@@ -95,5 +104,6 @@ def test_empty_file_is_all_defaults(tmp_path):
 
 
 def test_resolved_config_reads_back():
-    config = parse_config({"algorithm": {"options": {"rho": 0.3}}, "task": {"hops": [2]}})
-    assert parse_config(config.model_dump(mode="json")) == config
+    for task in ({"hops": [2]}, {"source": "a.jsonl"}):
+        config = parse_config({"algorithm": {"options": {"rho": 0.3}}, "task": task})
+        assert parse_config(config.model_dump(mode="json")) == config

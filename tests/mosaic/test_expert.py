@@ -102,7 +102,9 @@ def test_merging_adds_the_adapters_update(tmp_path):
     adapted.save_pretrained(tmp_path)
     layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
     update = 2 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-    merged = merge_adapter(tiny_policy(100), str(tmp_path)).state_dict()
+    model = merge_adapter(tiny_policy(100), str(tmp_path))
+    assert all(parameter.requires_grad for parameter in model.parameters())  # peft freezes what it adapts
+    merged = model.state_dict()
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(merged[name], before[name] + update)
     assert update.abs().max() > 0
@@ -114,7 +116,9 @@ def test_merging_adds_the_adapters_update(tmp_path):
 def test_the_warm_start_trains_an_adapter_of_the_real_model(tmp_path, smollm2, settings):
     from mosaic.progress import Progress
 
-    train_adapter(tmp_path / "adapter", agent=settings.agent, seed=0, updates=2, progress=Progress(quiet=True))
+    train_adapter(
+        tmp_path / "adapter", agent=settings.agent, hops=(2,), seed=0, updates=2, progress=Progress(quiet=True)
+    )
     origin = json.loads((tmp_path / "adapter" / "origin.json").read_text())
     assert (origin["seed"], origin["updates"]) == (0, 2) and origin["loss"] > 0
     assert origin["agent"]["session_limit"] == settings.agent.session_limit

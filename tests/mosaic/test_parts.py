@@ -96,7 +96,10 @@ def test_tools():
 def test_judges():
     assert isinstance(make_judge(parse_config({})), ExactMatchJudge)
     tree = {"judge": {"kind": "llm", "base_url": "http://localhost:1/v1", "model": "m"}}
-    assert isinstance(make_judge(parse_config(tree)), LLMJudge)
+    judge = make_judge(parse_config(tree))
+    assert isinstance(judge, LLMJudge) and judge.thinking == "disable"
+    tree["judge"]["thinking"] = "default"
+    assert make_judge(parse_config(tree)).thinking == "default"
     tree["judge"]["base_url"] = "localhost:1"
     with pytest.raises(ConfigError, match="judge.base_url must start with http"):
         make_judge(parse_config(tree))

@@ -257,3 +257,11 @@ def test_the_date_is_told_only_if_given(chat):
 def test_scenarios():
     assert set(SCENARIOS) == {"compaction", "forking", "single"}
     assert config().tool_format == "xml"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_question_longer_than_a_session_drops_the_rollout(chat, scenario):
+    engine = ScriptedEngine(chat, {})
+    dropped = play(SCENARIOS[scenario], engine, task=replace(TASK, question="Which river? " * 400))
+    assert isinstance(dropped, Dropped) and dropped.reason == "the question is longer than session_limit"
+    assert engine.requests == [] and engine.agents == 0

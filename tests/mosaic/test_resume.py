@@ -128,7 +128,7 @@ def finished(tmp_path, policy, monkeypatch):
 def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings(finished):
     run = Path(finished["output"])
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=r"output: .*run holds a run already; give another output, or --resume"):
+    with pytest.raises(ConfigError, match=r"output: .*run holds a run already; give another output .*--resume"):
         train(parse_config(finished))
     other = {**finished, "seed": 1, "optimizer": {**finished["optimizer"], "lr": 1e-4, "grad_clip": 2.0}}
     message = r"--resume: optimizer.grad_clip, optimizer.lr, seed differ from .*config.yaml; only steps may change"
@@ -179,3 +179,9 @@ def test_the_data_goes_on_where_it_was(tmp_path, policy):
     assert len({tuple(epoch) for epoch in epochs}) > 1
     with pytest.raises(ConfigError, match="rollout.prompts: 4 prompts a step exceed the 3 tasks there are"):
         mosaic.train.tasks_of_step(tasks, parse_config(settings(tmp_path, policy, rollout={"prompts": 4})), 1)
+
+
+def test_checkpoints_without_a_configuration_are_not_gone_on_with_unasked(finished):
+    (Path(finished["output"]) / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match="run holds a run already"):
+        train(parse_config(finished))

@@ -1,11 +1,14 @@
+import copy
 import math
 
 import pytest
 import torch
 
 from mosaic.agents.chat import ChatFormat
+from mosaic.models import tiny_policy
 from mosaic.scoring import OPENING, MarginalGainScorer, State, session_states, turn_states
 from mosaic.trajectory import Session, SessionType, Trajectory
+from tests.mosaic.test_chat import THINKING_TEMPLATE
 
 
 class Scene:
@@ -191,6 +194,8 @@ def test_bad_input(scene, tiny_model):
         MarginalGainScorer(tiny_model, scene.tokenizer, max_tokens=40).score([scene.chain()])
     with pytest.raises(ValueError, match="space must be one of log, prob, got 'logit'"):
         MarginalGainScorer(tiny_model, scene.tokenizer, space="logit")
+    with pytest.raises(ValueError, match="max_tokens must be >= 1, or None for the model's context, got 0"):
+        MarginalGainScorer(tiny_model, scene.tokenizer, max_tokens=0)
     orphan = scene.fork()
     orphan.sessions[0].fork_index = 7
     with pytest.raises(ValueError, match="fork_index of session 0 must be a turn of its parent, got 7"):
@@ -198,3 +203,34 @@ def test_bad_input(scene, tiny_model):
     lonely = Trajectory("p", [scene.session(SessionType.COMPACTION, "s", ["x"])], answers=("a",))
     with pytest.raises(ValueError, match="session 0 is a compaction without a session before and after it"):
         scorer.score([lonely])
+
+
+def test_a_session_without_room_for_a_token_scores(scene, tiny_model):
+    """A prompt that fills the session leaves an empty response."""
+    empty = Trajectory("p", [Session(SessionType.NORMAL, [1, 2, 3], [], [], [], terminal=True)], answers=("a",))
+    score = MarginalGainScorer(tiny_model, scene.tokenizer, granularity="both").score([empty])[0]
+    assert score.gain.tolist() == [0.0] and score.turn_gain == [[]] and score.logprob[0].shape == (0,)
+
+
+def test_a_probe_closes_the_thinking_that_the_template_opens(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = THINKING_TEMPLATE
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"], special_tokens=False)
+    scene, model = Scene(tokenizer), tiny_policy(tokenizer)
+    trajectory = scene.chain(answers=("Paris",))
+    score = MarginalGainScorer(model, tokenizer).score([trajectory])[0]
+
+    def encode(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    closing, target = encode(f"{OPENING}\n</think>\n\n<answer>"), encode("Paris")
+    assert closing.count(tokenizer.convert_tokens_to_ids("</think>")) == 1
+    for state, value in score.value.items():
+        ids = trajectory.sessions[state.session].token_ids[: state.length]
+        if ids[-2:] != encode("<think>\n"):  # the session's last turn was ended by the policy
+            ids = [*ids, *encode("\n<|im_start|>assistant\n<think>\n")]
+        with torch.no_grad():
+            logprob = model(torch.tensor([ids + closing + target])).logits[0].double().log_softmax(-1)
+        start = len(ids) + len(closing) - 1
+        expected = sum(float(logprob[start + j, token]) for j, token in enumerate(target)) / len(target)
+        assert value == pytest.approx(expected, abs=1e-5)

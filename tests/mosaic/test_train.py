@@ -123,7 +123,7 @@ ALGORITHMS = {
     "igpo_v2": {"name": "igpo"},
     "igpo_v1": {"name": "igpo", "options": {"version": "v1"}, "gain_space": "prob"},
     "supo": {"name": "supo", "mask_overlong": True, "normalization": "token"},
-    "compaction_grpo": {"name": "compaction_grpo", "objective": "sao", "objective_options": {"high": 2.0}},
+    "compaction_grpo": {"name": "compaction_grpo", "objective_options": {"dual": 3.0}},
     "reinforce": {"name": "mosaic", "objective": "reinforce", "entropy_coef": 0.01, "normalization": "segment"},
     "trajectory_ratio": {"name": "mosaic", "objective_options": {"level": "trajectory"}},
 }

@@ -313,3 +313,16 @@ def test_progress_is_told_of_every_update(model, batch):
     calls = []
     run_updates(model, batch, config(epochs=2, minibatches=2), on_update=lambda: calls.append(1))
     assert len(calls) == 4
+
+
+def test_the_ratio_of_sao_is_to_the_rollout_policy(model, batch):
+    """Tokens outside its band get no weight: with log-probs of the engine that are far off, none is left."""
+    options = config(algorithm={"objective": "sao", "objective_options": {"low": 0.5, "high": 1.0}})
+    batch.rollout_logprob = torch.where(batch.mask, batch.old_logprob - math.log(1.5), 0.0)
+    metrics, some = gradient(model, batch, options)
+    assert metrics["ratio_mean"] == pytest.approx(1.5, abs=1e-4) and some.abs().max() > 0
+    batch.rollout_logprob = torch.where(batch.mask, batch.old_logprob - 1.0, 0.0)
+    metrics, none = gradient(model, batch, options)
+    assert metrics["ratio_mean"] == pytest.approx(math.e, abs=1e-3) and not none.any()
+    metrics, _ = gradient(model, batch, config())
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
