@@ -130,12 +130,12 @@ def run_report(arguments: argparse.Namespace) -> None:
 
 
 def run_warmstart(arguments: argparse.Namespace) -> None:
-    from mosaic.warmstart import train_adapter
+    from mosaic.warmstart import roomier, train_adapter
 
     config = demo.demo_config(arguments.output)
     train_adapter(
         Path(arguments.output),
-        agent=config.agent,
+        agent=roomier(config.agent),
         hops=config.task.hops,
         seed=arguments.seed,
         updates=arguments.updates,

@@ -59,6 +59,12 @@ def merge_adapter(model: torch.nn.Module, adapter: str) -> torch.nn.Module:
     return merged.requires_grad_(True)  # peft froze what it put the adapter on
 
 
+def roomier(agent: AgentConfig) -> AgentConfig:
+    """`agent` with the limits under which the shipped adapter was trained: a little above the demo's, so that the
+    expert's subagents, which cannot compact, are rarely cut short."""
+    return agent.model_copy(update={"session_limit": 704, "reserve": 128})
+
+
 def expert_trajectories(
     chat: ChatFormat, agent: AgentConfig, *, seed: int, hops: Collection[int] = (1, 2, 3)
 ) -> Iterator[Trajectory]:

@@ -1,4 +1,4 @@
-"""The scripted expert solves real tasks in the demo's own settings, and what it does can be learnt from."""
+"""The scripted expert solves real tasks in the settings of the warm-start, and what it does can be learnt from."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from mosaic.rewards import ExactMatchJudge
 from mosaic.tasks import atlas
 from mosaic.tools.local import local_tools
 from mosaic.trajectory import SessionType
-from mosaic.warmstart import check_adapter, expert_trajectories, merge_adapter, train_adapter
+from mosaic.warmstart import check_adapter, expert_trajectories, merge_adapter, roomier, train_adapter
 
 
 @pytest.fixture(scope="module")
 def settings():
-    return demo_config("unused")
+    config = demo_config("unused")
+    return config.model_copy(update={"agent": roomier(config.agent)})
 
 
 @pytest.fixture(scope="module")
