@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "isa.h"
+
 namespace mosaic {
 
 enum class Correction { none, position, chain };
@@ -28,6 +30,6 @@ struct SegmentGae {
 };
 
 // Returns -1, or the first segment that holds a reward but no active token to give it to (none and position).
-int64_t segment_gae(const SegmentGae& call);
+MOSAIC_CPU_KERNEL(int64_t, segment_gae, const SegmentGae&)
 
 }  // namespace mosaic

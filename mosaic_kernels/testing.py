@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mosaic_kernels._backend import BACKENDS, available_backends
+from mosaic_kernels._backend import BACKENDS, available_backends, extension
 
 
 def runnable(*candidates: str) -> list[str]:
@@ -50,3 +51,22 @@ def assert_as_accurate(
     assert error <= factor * own + rounding, (
         f"{what}: error {error:.3g} exceeds {factor:g} x PyTorch's own {own:.3g} + one rounding {rounding:.3g}"
     )
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets of the "cpu" backend that run here, the plainest first; empty if it is not built."""
+    if extension is None:
+        return []
+    every = extension.InstructionSet.__members__
+    return [name for name, value in every.items() if int(value) <= int(extension.best_instruction_set())]
+
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Inside, the "cpu" backend uses this instruction set (one of `instruction_sets()`) instead of the best, everywhere."""
+    before = extension.instruction_set()
+    extension.use_instruction_set(extension.InstructionSet.__members__[name])
+    try:
+        yield
+    finally:
+        extension.use_instruction_set(before)

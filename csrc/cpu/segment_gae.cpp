@@ -7,7 +7,7 @@
 
 #include "common.h"
 
-namespace mosaic {
+namespace mosaic::MOSAIC_ISA {
 namespace {
 
 // A thread gets at least this many tokens: their recursion takes about as long as starting the thread.
@@ -167,4 +167,4 @@ int64_t segment_gae(const SegmentGae& call) {
     return -1;
 }
 
-}  // namespace mosaic
+}  // namespace mosaic::MOSAIC_ISA

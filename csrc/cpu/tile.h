@@ -1,0 +1,35 @@
+// The product of a narrow block of rows and a panel of columns, kept in registers: the inner loop of every GEMM here.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace mosaic::MOSAIC_ISA {
+namespace {
+
+// A tile of R x (C kLanes) sums. R C + C + 1 registers should not exceed the machine's 32 (AVX-512) or 16.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 9, kTileVectors = 3;
+#else
+constexpr int kTileRows = 6, kTileVectors = 2;
+#endif
+
+// sum[r][c] += over k of a(r, k) * panel[k][c]: a(r, k) = a[r row_stride + k column_stride], panel [depth, C kLanes].
+// Each sum is one chain in the order of k, so a column's result depends on nothing but that column and a.
+template <int R, int C>
+MOSAIC_INLINE void multiply_add(const float* a, int64_t row_stride, int64_t column_stride, const float* panel,
+                                int64_t depth, Float (&sum)[R][C]) {
+    for (int64_t k = 0; k < depth; ++k, a += column_stride, panel += C * kLanes) {
+        Float column[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) column[c] = load(panel + c * kLanes);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const Float factor = broadcast(a[r * row_stride]);
+#pragma GCC unroll 4
+            for (int c = 0; c < C; ++c) sum[r][c] = fma(factor, column[c], sum[r][c]);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace mosaic::MOSAIC_ISA
