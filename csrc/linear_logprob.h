@@ -3,11 +3,10 @@
 
 #include <cstdint>
 
+#include "element_type.h"
 #include "isa.h"
 
 namespace mosaic {
-
-enum class ElementType { float32, bfloat16, float16 };
 
 // N scored rows out of T, head of V rows (this rank's part of the vocabulary), hidden size H.
 // x[n, v] = softcap'd(hidden[row[n]] . weight[v] + bias[v]) / temperature[n], and -infinity where v is not kept in row

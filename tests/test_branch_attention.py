@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,10 +12,21 @@ from hypothesis import strategies as st
 
 from mosaic_kernels import Branches, Layout, branch_attention
 from mosaic_kernels.branch_attention import reference
-from mosaic_kernels.testing import assert_as_accurate, runnable, value_and_grads
+from mosaic_kernels.testing import assert_as_accurate, instruction_set, instruction_sets, runnable, value_and_grads
 
-BACKENDS = runnable("reference")
+BACKENDS = runnable("reference", "cpu")
+# What a backend computes in at best: the dtype to test it in, and how close to the truth it must then come.
+DTYPE = {"reference": torch.float64, "cpu": torch.float32}
+CLOSE = {"reference": {"rtol": 1e-12, "atol": 1e-12}, "cpu": {"rtol": 2e-5, "atol": 5e-6}}
 NAN = float("nan")
+
+
+@pytest.fixture(params=["reference", *(f"cpu-{name}" for name in instruction_sets())])
+def backend(request):
+    """Each backend that runs here, the "cpu" one on each instruction set."""
+    name, _, instructions = request.param.partition("-")
+    with instruction_set(instructions) if instructions else nullcontext():
+        yield name
 
 
 def draw(layout, heads=2, kv_heads=None, size=4, dtype=torch.float64, seed=0):
@@ -46,7 +58,6 @@ def brute_force(query, key, value, lengths, parent, prefix, scale=None, softcap=
     return out
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 class TestByHand:
     def test_two_tokens(self, backend):
         # Scores of the second token: 2 * 0 and 2 * ln(3) / 2 = ln 3, so weights 1/4 and 3/4.
@@ -78,7 +89,7 @@ class TestByHand:
 
     def test_first_token_of_a_branch_with_prefix_zero_sees_only_itself(self, backend):
         layout = Layout([0, 2, 4])
-        query, key, value = draw(layout)
+        query, key, value = draw(layout, dtype=DTYPE[backend])
         out = branch_attention(query, key, value, layout, Branches([-1, 0], [0, 0]), backend=backend)
         assert torch.equal(out, branch_attention(query, key, value, layout, backend=backend))
         assert torch.equal(out[2], value[2])
@@ -99,33 +110,30 @@ def dense(query, key, value, **options):
     return out[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (4, 1)])
 def test_segments_equal_scaled_dot_product_attention(backend, heads, kv_heads):
     layout = Layout.from_lengths([1, 0, 7, 64, 3, 0])
-    given = draw(layout, heads, kv_heads, size=8)
+    given = draw(layout, heads, kv_heads, size=8, dtype=DTYPE[backend])
     for scale in (None, 0.3):
         out = branch_attention(*given, layout, scale=scale, backend=backend)
         parts = [dense(*(x[a:b] for x in given), scale=scale) for a, b in [(0, 1), (1, 8), (8, 72), (72, 75)]]
-        torch.testing.assert_close(out, torch.cat(parts), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(out, torch.cat(parts), **CLOSE[backend])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("prefix", [0, 1, 5, 9])
 def test_branch_equals_the_dense_run_over_prefix_and_branch(backend, prefix):
     layout = Layout.from_lengths([2, 9, 4])
-    given = draw(layout, 4, 2)
+    given = draw(layout, 4, 2, dtype=DTYPE[backend])
     out = branch_attention(*given, layout, Branches([-1, -1, 1], [0, 0, prefix]), backend=backend)
     joined = [torch.cat([x[2 : 2 + prefix], x[11:]]) for x in given]
-    torch.testing.assert_close(out[11:], dense(*joined)[prefix:], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(out[2:11], dense(*(x[2:11] for x in given)), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out[11:], dense(*joined)[prefix:], **CLOSE[backend])
+    torch.testing.assert_close(out[2:11], dense(*(x[2:11] for x in given)), **CLOSE[backend])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_equal_those_of_the_joined_runs(backend):
     # Each branch written out as a segment of its own, from copies of its parent's tokens: autograd adds the copies up.
     layout = Layout.from_lengths([5, 2, 3])
-    names, given = ("query", "key", "value"), draw(layout, 4, 2)
+    names, given = ("query", "key", "value"), draw(layout, 4, 2, dtype=DTYPE[backend])
     branches = Branches([-1, 0, 0], [0, 4, 1])
     rows = torch.tensor([*range(5), *range(4), 5, 6, 0, 7, 8, 9])
     back = torch.tensor([0, 1, 2, 3, 4, 9, 10, 12, 13, 14])
@@ -139,15 +147,14 @@ def test_gradients_equal_those_of_the_joined_runs(backend):
 
     value, grads = value_and_grads(packed, dict(zip(names, given)), names)
     expected, expected_grads = value_and_grads(written_out, dict(zip(names, given)), names)
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(value, expected, **CLOSE[backend])
     for name in names:
-        torch.testing.assert_close(grads[name], expected_grads[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grads[name], expected_grads[name], **CLOSE[backend])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_parent_is_moved_by_its_branches_up_to_the_prefix(backend):
     layout = Layout.from_lengths([3, 2])
-    query, key, value = (x.requires_grad_() for x in draw(layout))
+    query, key, value = (x.requires_grad_() for x in draw(layout, dtype=DTYPE[backend]))
     out = branch_attention(query, key, value, layout, Branches([-1, 0], [0, 2]), backend=backend)
     out[3:].square().sum().backward()
     assert query.grad[:3].eq(0).all()
@@ -156,14 +163,13 @@ def test_a_parent_is_moved_by_its_branches_up_to_the_prefix(backend):
         assert x.grad[2].eq(0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"window": 2}, {"softcap": 0.7, "window": 3, "scale": 0.9}])
-def test_gradcheck(backend, options):
+def test_gradcheck(options):
     layout = Layout.from_lengths([3, 0, 2])
     given = [x.requires_grad_() for x in draw(layout, 2, 1, size=2)]
     branches = Branches([-1, -1, 0], [0, 0, 2])
     assert torch.autograd.gradcheck(
-        lambda *qkv: branch_attention(*qkv, layout, branches, backend=backend, **options), given
+        lambda *qkv: branch_attention(*qkv, layout, branches, backend="reference", **options), given
     )
 
 
@@ -196,31 +202,33 @@ def test_random_packings_equal_the_brute_force(packing, heads, softcap, window, 
     given = draw(layout, *heads, size=3, seed=seed)
     options = {"scale": scale, "softcap": softcap, "window": window}
     expected = brute_force(*given, lengths, parent, prefix, **options)
-    for backend in BACKENDS:
-        out = branch_attention(*given, layout, Branches(parent, prefix), backend=backend, **options)
-        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)
+    for name in BACKENDS:
+        out = branch_attention(
+            *(x.to(DTYPE[name]) for x in given), layout, Branches(parent, prefix), backend=name, **options
+        )
+        torch.testing.assert_close(out.double(), expected, **CLOSE[name])
 
 
 @pytest.mark.parametrize("block", [1, 2, 3])
 def test_the_block_size_changes_nothing(monkeypatch, block):
     layout, branches = Layout.from_lengths([7, 5, 0]), Branches([-1, 0, -1], [0, 6, 0])
     given = draw(layout, 4, 2)
-    whole = branch_attention(*given, layout, branches, window=5)
+    whole = branch_attention(*given, layout, branches, window=5, backend="reference")
     monkeypatch.setattr(reference, "_ROWS", block)
-    torch.testing.assert_close(branch_attention(*given, layout, branches, window=5), whole, rtol=1e-13, atol=1e-13)
+    out = branch_attention(*given, layout, branches, window=5, backend="reference")
+    torch.testing.assert_close(out, whole, rtol=1e-13, atol=1e-13)
 
 
-def test_a_segment_longer_than_one_block():
+def test_a_segment_longer_than_one_block(backend):
     layout = Layout.from_lengths([2 * reference._ROWS + 1, 3])
     given = draw(layout, 2, 1, dtype=torch.float32)
     branches = Branches([-1, 0], [0, reference._ROWS + 1])
-    out = branch_attention(*given, layout, branches)
+    out = branch_attention(*given, layout, branches, backend=backend)
     torch.testing.assert_close(out[:-3], dense(*(x[:-3] for x in given)), rtol=1e-5, atol=1e-5)
     joined = [torch.cat([x[: reference._ROWS + 1], x[-3:]]) for x in given]
     torch.testing.assert_close(out[-3:], dense(*joined)[-3:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 class TestNumbers:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_as_accurate_as_pytorch(self, backend, dtype):
@@ -244,9 +252,15 @@ class TestNumbers:
     def test_dtypes_may_differ_and_the_query_decides(self, backend):
         layout = Layout.from_lengths([3])
         query, key, value = draw(layout)
-        out = branch_attention(query.float(), key.bfloat16(), value.half(), layout, backend=backend)
-        assert out.dtype == torch.float32
-        assert branch_attention(query, key.float(), value.float(), layout, backend=backend).dtype == torch.float64
+        mixed = query.bfloat16(), key.float(), value.half()
+        out = branch_attention(*mixed, layout, backend=backend)
+        assert out.dtype == torch.bfloat16
+        # Nothing is rounded to another input's dtype on the way.
+        expected = branch_attention(*(x.float() for x in mixed), layout, backend=backend)
+        assert torch.equal(out, expected.bfloat16())
+        out = branch_attention(query, key.float(), value.float(), layout)
+        assert out.dtype == torch.float64
+        assert torch.equal(out, branch_attention(query, key.float(), value.float(), layout, backend="reference"))
 
     def test_scores_far_from_zero(self, backend):
         layout = Layout.from_lengths([2])
@@ -257,10 +271,10 @@ class TestNumbers:
 
     def test_non_contiguous(self, backend):
         layout = Layout.from_lengths([3, 4])
-        given = draw(layout, 4, 2)
+        given = draw(layout, 4, 2, dtype=DTYPE[backend])
         strided = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in given]
         out = branch_attention(*given, layout, backend=backend)
-        torch.testing.assert_close(branch_attention(*strided, layout, backend=backend), out, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(branch_attention(*strided, layout, backend=backend), out, **CLOSE[backend])
 
     @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
     def test_nothing(self, backend, lengths):
@@ -279,12 +293,11 @@ class TestNumbers:
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("poisoned", ["query", "key", "value"])
 def test_nan_in_one_segment_stays_there(backend, poisoned):
     # Segments: a root, two branches of its first two tokens, another root.
     layout, branches = Layout.from_lengths([3, 2, 2, 2]), Branches([-1, 0, 0, -1], [0, 2, 2, 0])
-    names, clean = ("query", "key", "value"), draw(layout)
+    names, clean = ("query", "key", "value"), draw(layout, dtype=DTYPE[backend])
     segment = layout.token_segment
 
     def run(given, rows):
@@ -306,7 +319,6 @@ def test_nan_in_one_segment_stays_there(backend, poisoned):
             assert torch.equal(grad[sharing], wanted[sharing])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 class TestCompiled:
     def test_fullgraph_gives_the_same_bits_without_recompiling_for_new_layouts(self, backend):
         torch._dynamo.reset()
@@ -334,7 +346,7 @@ class TestCompiled:
 
     def test_fullgraph_gradients(self, backend):
         layout, branches = Layout.from_lengths([5, 3]), Branches([-1, 0], [0, 4])
-        names, given = ("query", "key", "value"), draw(layout, 4, 2)
+        names, given = ("query", "key", "value"), draw(layout, 4, 2, dtype=DTYPE[backend])
 
         def attend(query, key, value):
             return branch_attention(query, key, value, layout, branches, softcap=3.0, backend=backend)

@@ -13,12 +13,13 @@ constexpr int kTileRows = 9, kTileVectors = 3;
 constexpr int kTileRows = 6, kTileVectors = 2;
 #endif
 
-// sum[r][c] += over k of a(r, k) * panel[k][c]: a(r, k) = a[r row_stride + k column_stride], panel [depth, C kLanes].
+// sum[r][c] += over k of a(r, k) * panel[k][c]: a(r, k) = a[r row_stride + k column_stride], panel [depth, C kLanes]
+// with panel_stride floats from one of its rows to the next.
 // Each sum is one chain in the order of k, so a column's result depends on nothing but that column and a.
 template <int R, int C>
 MOSAIC_INLINE void multiply_add(const float* a, int64_t row_stride, int64_t column_stride, const float* panel,
-                                int64_t depth, Float (&sum)[R][C]) {
-    for (int64_t k = 0; k < depth; ++k, a += column_stride, panel += C * kLanes) {
+                                int64_t depth, Float (&sum)[R][C], int64_t panel_stride = C * kLanes) {
+    for (int64_t k = 0; k < depth; ++k, a += column_stride, panel += panel_stride) {
         Float column[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) column[c] = load(panel + c * kLanes);

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mosaic_kernels._backend import pick
 from mosaic_kernels._checks import check_layout, check_number, check_tensor
-from mosaic_kernels.branch_attention import reference
+from mosaic_kernels.branch_attention import cpu, reference
 from mosaic_kernels.layout import Branches, Layout
 
-_MODULES = {"reference": reference}
+_ALL = 2**31 - 1  # a window that no position reaches
+_MODULES = {"cpu": cpu, "reference": reference}
 
 
 def branch_attention(
@@ -51,7 +54,8 @@ def branch_attention(
     Returns:
         [T, Hq, D] in the dtype of `query`; differentiable in query, key and value. Computed in float32, or in float64
         where an input is float64, also under autocast. What one segment holds never reaches another that does not see
-        it, not even a NaN. For another number of threads the BLAS library may round the gradients differently.
+        it, not even a NaN. "cpu" gives a token the same bits for any number of threads and whatever else is packed;
+        "reference" may not, since the BLAS library rounds as it likes.
 
     Raises:
         ValueError: a shape does not fit, an option is out of range, or the branches do not fit the layout: a parent
@@ -77,9 +81,51 @@ def branch_attention(
         check_number("softcap", softcap, "None or > 0 and finite", lambda x: 0 < x < math.inf)
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise ValueError(f"window must be None or an integer >= 1, got {window!r}")
-    call = {"scale": scale, "softcap": softcap, "window": window}
-    backend_module = pick("branch_attention", backend, _MODULES, query=query, key=key, value=value, **call)
-    return backend_module.forward(query, key, value, layout, branches, **call)
+    module = pick("branch_attention", backend, _MODULES, query=query, key=key, value=value)
+    if module is reference:
+        return reference.forward(query, key, value, layout, branches, scale=scale, softcap=softcap, window=window)
+    return _compiled(module, query, key, value, layout, branches, scale, softcap, window)
+
+
+def _compiled(
+    module: ModuleType,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    branches: Branches | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    dtype = query.dtype
+    if not dtype == key.dtype == value.dtype:
+        query, key, value = query.float(), key.float(), value.float()
+    parent, prefix_length = (None, None) if branches is None else (branches.parent, branches.prefix_length)
+    # By products: torch.compile would compile torch.tensor anew for each value.
+    one = torch.ones((), dtype=torch.float64, device=query.device)
+    options = torch.stack([one * scale, one * (0.0 if softcap is None else softcap)])
+    window = _ALL if window is None else window
+    call = (query, key, value, layout.cu_seqlens, parent, prefix_length, options, window)
+    return _Attention.apply(module, *call).to(dtype)
+
+
+class _Attention(torch.autograd.Function):
+    """The derivative, for all compiled backends: `module` has forward() and backward()."""
+
+    @staticmethod
+    def forward(ctx: Any, module: ModuleType, *call: Any) -> Tensor:
+        *tensors, ctx.window = call
+        ctx.module = module
+        output, statistics = module.forward(*call)
+        ctx.save_for_backward(*tensors, output, statistics)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, doutput: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, output, statistics = ctx.saved_tensors
+        return None, *ctx.module.backward(*tensors, ctx.window, output, statistics, doutput), *[None] * 5
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, layout: Layout, branches: Branches | None) -> None:
