@@ -1,6 +1,7 @@
 // What several ops share: spreading work over threads, and memory for a call.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -15,6 +16,16 @@ template <class Task>
 [[gnu::always_inline]] inline void parallel_for(int64_t count, int64_t threads, const Task& task) {
     run_tasks(
         count, threads, [](const void* context, int64_t index) { (*static_cast<const Task*>(context))(index); }, &task);
+}
+
+// The same for task(index, slot), where no two tasks with the same slot, 0 .. threads - 1, run at a time: for memory
+// that a task works in.
+template <class Task>
+[[gnu::always_inline]] inline void parallel_for_slots(int64_t count, int64_t threads, const Task& task) {
+    std::atomic<int64_t> next{0};
+    parallel_for(threads, threads, [&](int64_t slot) {
+        for (int64_t index; (index = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(index, slot);
+    });
 }
 
 // Threads worth waking for `items` items when one thread should get at least `grain` of them.

@@ -29,6 +29,20 @@ std::atomic<InstructionSet>& in_use() {
     return chosen;
 }
 
+bool dot_products_are_fast() {
+#ifdef MOSAIC_X86
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd");
+#else
+    return false;
+#endif
+}
+
+std::atomic<bool>& dot_in_use() {
+    static std::atomic<bool> chosen{dot_products_are_fast()};
+    return chosen;
+}
+
 const Binding binding([](py::module_& module) {
     py::enum_<InstructionSet>(module, "InstructionSet")
         .value("portable", InstructionSet::portable)
@@ -38,6 +52,8 @@ const Binding binding([](py::module_& module) {
     module.def("best_instruction_set", &best_instruction_set);
     module.def("instruction_set", &instruction_set);
     module.def("use_instruction_set", &use_instruction_set, py::arg("wanted"));
+    module.def("bfloat16_dot", &bfloat16_dot);
+    module.def("use_bfloat16_dot", &use_bfloat16_dot, py::arg("wanted"));
 });
 
 }  // namespace
@@ -53,5 +69,9 @@ void use_instruction_set(InstructionSet wanted) {
     if (wanted > best_instruction_set()) throw std::invalid_argument("this machine has no such instruction set");
     in_use().store(wanted, std::memory_order_relaxed);
 }
+
+bool bfloat16_dot() { return dot_in_use().load(std::memory_order_relaxed); }
+
+void use_bfloat16_dot(bool wanted) { dot_in_use().store(wanted, std::memory_order_relaxed); }
 
 }  // namespace mosaic

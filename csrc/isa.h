@@ -11,6 +11,11 @@ InstructionSet best_instruction_set();            // the last one that this mach
 InstructionSet instruction_set();                 // the one in use: the best, unless use_instruction_set chose another
 void use_instruction_set(InstructionSet wanted);  // throws std::invalid_argument above the best
 
+// Whether products of two bfloat16 matrices go through the dot products of avx512_bf16, and not through float32: these
+// have twice the rate of float32's multiply-adds on AMD's processors, but half of it on Intel's.
+bool bfloat16_dot();
+void use_bfloat16_dot(bool wanted);  // true has an effect where instruction_set() has dot products
+
 }  // namespace mosaic
 
 // Declares an op's CPU kernel: one definition in each namespace, from csrc/cpu/<name>.cpp, and mosaic::<name>, which

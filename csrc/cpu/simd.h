@@ -9,7 +9,10 @@
 #include <cstring>
 
 #ifdef MOSAIC_X86
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own header where it is inlined
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 #define MOSAIC_INLINE [[gnu::always_inline]] inline
@@ -55,8 +58,25 @@ MOSAIC_INLINE Float fma(Float a, Float b, Float c) {
 MOSAIC_INLINE Float select(Int mask, Float yes, Float no) { return mask ? yes : no; }
 
 // Largest and smallest of two; b where either is NaN.
-MOSAIC_INLINE Float max(Float a, Float b) { return a > b ? a : b; }
-MOSAIC_INLINE Float min(Float a, Float b) { return a < b ? a : b; }
+MOSAIC_INLINE Float max(Float a, Float b) {
+#if defined(__AVX512F__)
+    return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+    return _mm256_max_ps(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+MOSAIC_INLINE Float min(Float a, Float b) {
+#if defined(__AVX512F__)
+    return _mm512_min_ps(a, b);
+#elif defined(__AVX2__)
+    return _mm256_min_ps(a, b);
+#else
+    return a < b ? a : b;
+#endif
+}
 
 MOSAIC_INLINE Float absolute(Float x) { return (Float)((Int)x & 0x7fffffff); }
 
@@ -120,12 +140,11 @@ MOSAIC_INLINE void store_float16(uint16_t* x, Float value) {
 
 // exp(x) = 2^n (1 + p) with n whole and p = expm1 of the remainder, |remainder| <= ln(2) / 2.
 struct ExpParts {
-    Float p, half, rest;  // 2^n = half * rest: either is in range where 2^n alone is not
+    Float p, n, half, rest;  // 2^n = half * rest: either is in range where 2^n alone is not
 };
 
-MOSAIC_INLINE ExpParts exp_parts(Float x) {
-    // Bounds beyond which the result is 0 or infinite anyway; the order of operands lets NaN through.
-    x = max(broadcast(-110.0f), min(broadcast(90.0f), x));
+// For x in [-120, 120], or NaN.
+MOSAIC_INLINE ExpParts exp_parts_inside(Float x) {
     const Float shifted = fma(x, broadcast(1.44269504f), broadcast(12582912.0f));  // 1.5 * 2^23: rounds to whole
     const Float n = shifted - 12582912.0f;
     Float r = fma(n, broadcast(-0.693145752f), x);
@@ -138,7 +157,22 @@ MOSAIC_INLINE ExpParts exp_parts(Float x) {
     q = fma(q, r, broadcast(0.5f));
     const Int whole = (Int)shifted - 0x4b400000;
     const Int first = whole >> 1;
-    return {fma(q, r * r, r), (Float)((first + 127) << 23), (Float)((whole - first + 127) << 23)};
+    return {fma(q, r * r, r), n, (Float)((first + 127) << 23), (Float)((whole - first + 127) << 23)};
+}
+
+MOSAIC_INLINE ExpParts exp_parts(Float x) {
+    // Bounds beyond which the result is 0 or infinite anyway; the order of operands lets NaN through.
+    return exp_parts_inside(max(broadcast(-110.0f), min(broadcast(90.0f), x)));
+}
+
+// exp(x) for x in [-120, 120], or NaN.
+MOSAIC_INLINE Float exp_inside(Float x) {
+    const ExpParts parts = exp_parts_inside(x);
+#if defined(__AVX512F__)
+    return _mm512_scalef_ps(1.0f + parts.p, parts.n);
+#else
+    return (1.0f + parts.p) * parts.half * parts.rest;
+#endif
 }
 
 // Within 2 units in the last place; 0 below about -104, infinite above 88.7.
