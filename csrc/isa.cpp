@@ -3,18 +3,26 @@
 #include <atomic>
 #include <stdexcept>
 
-#include "binding.h"
-
-namespace py = pybind11;
+#ifdef MOSAIC_X86
+#include <cpuid.h>
+#endif
 
 namespace mosaic {
 namespace {
+
+#ifdef MOSAIC_X86
+// Asked of the processor itself, for __builtin_cpu_supports of Clang 14 does not know the name.
+bool has_f16c() {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
 
 InstructionSet detect() {
 #ifdef MOSAIC_X86
     __builtin_cpu_init();
     // Each test also asks whether the operating system saves the registers.
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (avx512 && __builtin_cpu_supports("avx512bf16")) return InstructionSet::avx512_bf16;
@@ -42,19 +50,6 @@ std::atomic<bool>& dot_in_use() {
     static std::atomic<bool> chosen{dot_products_are_fast()};
     return chosen;
 }
-
-const Binding binding([](py::module_& module) {
-    py::enum_<InstructionSet>(module, "InstructionSet")
-        .value("portable", InstructionSet::portable)
-        .value("avx2", InstructionSet::avx2)
-        .value("avx512", InstructionSet::avx512)
-        .value("avx512_bf16", InstructionSet::avx512_bf16);
-    module.def("best_instruction_set", &best_instruction_set);
-    module.def("instruction_set", &instruction_set);
-    module.def("use_instruction_set", &use_instruction_set, py::arg("wanted"));
-    module.def("bfloat16_dot", &bfloat16_dot);
-    module.def("use_bfloat16_dot", &use_bfloat16_dot, py::arg("wanted"));
-});
 
 }  // namespace
 

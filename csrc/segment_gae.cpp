@@ -1,6 +1,7 @@
 #include "segment_gae.h"
 
 #include "binding.h"
+#include "huge_pages.h"
 
 namespace py = pybind11;
 
@@ -11,12 +12,26 @@ int64_t call(uintptr_t reward, uintptr_t value, uintptr_t mask, uintptr_t cu_seq
              uintptr_t lam, uintptr_t lam_critic, uintptr_t bootstrap_value, int64_t num_segments,
              int64_t num_trajectories, double gamma, Correction correction, bool corrected_returns, int64_t threads,
              uintptr_t advantage, uintptr_t returns) {
-    return segment_gae({at_address<const float>(reward), at_address<const float>(value),
-                        at_address<const uint8_t>(mask), at_address<const int32_t>(cu_seqlens),
-                        at_address<const int64_t>(segment_trajectory), at_address<const double>(lam),
-                        at_address<const double>(lam_critic), at_address<const float>(bootstrap_value), num_segments,
-                        num_trajectories, gamma, correction, corrected_returns, threads, at_address<float>(advantage),
-                        at_address<float>(returns)});
+    const SegmentGae work{at_address<const float>(reward),
+                          at_address<const float>(value),
+                          at_address<const uint8_t>(mask),
+                          at_address<const int32_t>(cu_seqlens),
+                          at_address<const int64_t>(segment_trajectory),
+                          at_address<const double>(lam),
+                          at_address<const double>(lam_critic),
+                          at_address<const double>(bootstrap_value),
+                          num_segments,
+                          num_trajectories,
+                          gamma,
+                          correction,
+                          corrected_returns,
+                          threads,
+                          at_address<float>(advantage),
+                          at_address<float>(returns)};
+    const size_t bytes = sizeof(float) * static_cast<size_t>(work.cu_seqlens[num_segments]);
+    wish_huge_pages(work.advantage, bytes);
+    wish_huge_pages(work.returns, bytes);
+    return segment_gae(work);
 }
 
 const Binding binding([](py::module_& module) {

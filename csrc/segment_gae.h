@@ -18,7 +18,7 @@ struct SegmentGae {
     const int64_t* segment_trajectory;  // [S], in [0, R)
     const double* lam;                  // [S]
     const double* lam_critic;           // [S], or null: lam
-    const float* bootstrap_value;       // [S], or null: 0
+    const double* bootstrap_value;      // [S], or null: 0
     int64_t num_segments;
     int64_t num_trajectories;
     double gamma;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,8 +71,6 @@ class Layout:
     cu_seqlens: Tensor
     segment_trajectory: Tensor
     trajectory_group: Tensor
-    token_segment: Tensor
-    token_trajectory: Tensor
 
     def __init__(
         self,
@@ -124,10 +122,8 @@ class Layout:
         self.trajectory_group = group
         self.num_groups = 1 + int(group.max()) if group.numel() else 0
 
-        self.token_segment = torch.repeat_interleave(
-            torch.arange(self.num_segments, device=device), lengths, output_size=total
-        )
-        self.token_trajectory = trajectory[self.token_segment]
+        self._token_segment: Tensor | None = None
+        self._token_trajectory: Tensor | None = None
 
     @classmethod
     def from_lengths(
@@ -171,6 +167,27 @@ class Layout:
     def lengths(self) -> Tensor:
         """[S] tokens of each segment, int64."""
         return self.cu_seqlens.diff().to(torch.int64)
+
+    @property
+    def token_segment(self) -> Tensor:
+        """[T] the segment of each token, int64. Made when first asked for: compiled kernels do without."""
+        return self._made_once("_token_segment", self._spread_segments)
+
+    @property
+    def token_trajectory(self) -> Tensor:
+        """[T] the trajectory of each token, int64. Made when first asked for."""
+        return self._made_once("_token_trajectory", lambda: self.segment_trajectory[self.token_segment])
+
+    def _spread_segments(self) -> Tensor:
+        segment = torch.arange(self.num_segments, device=self.device)
+        return torch.repeat_interleave(segment, self.lengths, output_size=self.num_tokens)
+
+    def _made_once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        if torch.compiler.is_compiling():  # always made: a graph for each state of the cache would cost more
+            return make()
+        if getattr(self, name) is None:
+            setattr(self, name, make())
+        return getattr(self, name)
 
     def to(self, device: torch.device | str) -> Layout:
         """The same layout with its tensors on `device`."""

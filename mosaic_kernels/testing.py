@@ -63,7 +63,7 @@ def instruction_sets() -> list[str]:
 
 @contextmanager
 def instruction_set(name: str) -> Iterator[None]:
-    """Inside, the "cpu" backend uses this instruction set (one of `instruction_sets()`) instead of the best, everywhere."""
+    """Inside, the "cpu" backend uses this instruction set, one of `instruction_sets()`, instead of the best."""
     before = extension.instruction_set()
     extension.use_instruction_set(extension.InstructionSet.__members__[name])
     try:

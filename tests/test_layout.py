@@ -87,11 +87,21 @@ def test_spreading():
     assert layout.trajectory_to_segment(x).tolist() == [20, 10]
 
 
-def test_to_moves_every_tensor():
-    moved = Layout([0, 2, 3]).to("meta")
+@pytest.mark.parametrize("asked", [True, False])
+def test_to_moves_every_tensor(asked):
+    layout = Layout([0, 2, 3])
+    if asked:  # the ids of the tokens are there before the move, or made after it
+        assert layout.token_trajectory.tolist() == [0, 0, 1]
+    moved = layout.to("meta")
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 5 and all(x.device.type == "meta" for x in tensors)
-    assert moved.num_tokens == 3
+    tensors += [moved.token_segment, moved.token_trajectory]
+    assert len(tensors) == (7 if asked else 5) and all(x.device.type == "meta" for x in tensors)
+    assert moved.num_tokens == 3 and moved.token_segment.shape == moved.token_trajectory.shape == (3,)
+
+
+def test_token_ids_are_made_once():
+    layout = Layout([0, 2, 3])
+    assert layout.token_segment is layout.token_segment and layout.token_trajectory is layout.token_trajectory
 
 
 @pytest.mark.parametrize(

@@ -130,10 +130,10 @@ class _Attention(torch.autograd.Function):
 
 def _check(query: Tensor, key: Tensor, value: Tensor, layout: Layout, branches: Branches | None) -> None:
     check_layout(layout)
-    # The layout's own count is a Python number, on which a compiled caller would specialise; a tensor's size is not.
-    tokens = layout.token_segment.shape[0]
+    # The layout's count is a Python number, on which a compiled caller would specialise: there the op compares it.
+    tokens = None if torch.compiler.is_compiling() else layout.num_tokens
     check_tensor("query", query, (tokens, None, None), "[T, Hq, D]")
-    check_tensor("key", key, (tokens, None, query.shape[2]), "[T, Hkv, D]")
+    check_tensor("key", key, (query.shape[0], None, query.shape[2]), "[T, Hkv, D]")
     check_tensor("value", value, tuple(key.shape), "[T, Hkv, D]")
     if query.shape[2] == 0:
         raise ValueError("query must have a head size D >= 1, got 0")

@@ -79,7 +79,7 @@ def _segment_gae(
     mask, cu_seqlens, segment_trajectory = mask.contiguous(), cu_seqlens.contiguous(), segment_trajectory.contiguous()
     lam = lam.contiguous()
     lam_critic = None if lam_critic is None else lam_critic.contiguous()
-    bootstrap_value = None if bootstrap_value is None else bootstrap_value.float().contiguous()
+    bootstrap_value = None if bootstrap_value is None else bootstrap_value.double().contiguous()
     orphan = extension.segment_gae(
         reward=reward.data_ptr(),
         value=value.data_ptr(),

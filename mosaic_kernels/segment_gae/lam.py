@@ -69,11 +69,13 @@ def as_constant(x: float, shape: tuple[int, ...], device: torch.device) -> Tenso
 
 def check_values(name: str, lam: Tensor, segment_trajectory: Tensor, num_trajectories: int, correction: str) -> None:
     """ValueError unless `lam` [S] lies in [0, 1] and, for "chain", is equal within each trajectory."""
-    fault = ~((lam >= 0) & (lam <= 1))
-    if bool(fault.any()):
-        at = int(fault.nonzero()[0])
+    if not lam.numel():
+        return
+    smallest, largest = (x.item() for x in lam.aminmax())  # NaN if any is NaN
+    if not (smallest >= 0 and largest <= 1):
+        at = int((~((lam >= 0) & (lam <= 1))).nonzero()[0])
         raise ValueError(f"{name} must be in [0, 1], got {float(lam[at])} for segment {at}")
-    if correction == "chain":
+    if correction == "chain" and smallest != largest:
         lowest, highest = _range_in_trajectory(lam, segment_trajectory, num_trajectories)
         fault = lowest != highest
         if bool(fault.any()):
