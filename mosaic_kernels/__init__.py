@@ -18,16 +18,14 @@ from mosaic_kernels.policy_loss import (
     Objective,
     PolicyLoss,
     Reinforce,
-    RolloutCorrection,
     Sao,
-    ValueLoss,
     normalization_weights,
     policy_loss,
-    rollout_correction,
-    value_loss,
     whiten,
 )
+from mosaic_kernels.rollout_correction import RolloutCorrection, rollout_correction
 from mosaic_kernels.segment_gae import GAEOutput, adaptive_lambda, segment_gae, terminal_reward
+from mosaic_kernels.value_loss import ValueLoss, value_loss
 
 __all__ = [
     "Branches",

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from mosaic_kernels import (
     policy_loss,
 )
 from mosaic_kernels.testing import runnable
+from tests.backends import VARIANTS, exact_dtype, using
 
 OBJECTIVES = [
     Clip(),
@@ -28,12 +31,13 @@ OBJECTIVES = [
     Sao(),
     Reinforce(),
 ]
-BACKENDS = runnable("reference")
+BACKENDS = runnable("reference", "cpu")
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=VARIANTS)
 def backend(request):
-    return request.param
+    with using(request.param) as name:
+        yield name
 
 
 # One token with ratio r: (objective, advantage, ratio, logprob, L, dL/dlogprob, limited)
@@ -83,58 +87,68 @@ def test_one_token_by_hand(backend, objective, advantage, ratio, logprob, loss, 
     assert out.metrics["ratio_mean"].item() == pytest.approx(ratio, rel=1e-5)
 
 
-def test_bounds_themselves_are_not_limited_by_clip_but_zeroed_by_sao():
-    on_policy = torch.zeros(1, dtype=torch.float64)
-    for objective, limited in ((Clip(low=0, high=0), 0), (Cispo(high=0), 0), (Sao(low=1, high=1e-12), 0)):
-        assert (
-            policy_loss(on_policy, on_policy, on_policy + 1, Layout([0, 1]), objective=objective).metrics[
-                "clip_fraction"
-            ]
-            == limited
-        )
-    two = torch.tensor([math.log(2.0)], dtype=torch.float64)
-    assert two.exp().item() == 2.0
-    assert policy_loss(two, two * 0, two * 0 + 1, Layout([0, 1]), objective=Sao(high=1.0)).metrics["clip_fraction"] == 1
-    assert (
-        policy_loss(two, two * 0, two * 0 + 1, Layout([0, 1]), objective=Clip(high=1.0)).metrics["clip_fraction"] == 0
-    )
+def test_bounds_themselves_are_not_limited_by_clip_but_zeroed_by_sao(backend):
+    def clip_fraction(x, objective):
+        out = policy_loss(x, x * 0, x * 0 + 1, Layout([0, 1]), objective=objective, backend=backend)
+        return out.metrics["clip_fraction"].item()
+
+    on_policy = torch.zeros(1, dtype=exact_dtype(backend))
+    for objective in (Clip(low=0, high=0), Cispo(high=0), Sao(low=1, high=1e-6)):
+        assert clip_fraction(on_policy, objective) == 0
+    apart = torch.tensor([1.0], dtype=on_policy.dtype)
+    ratio = policy_loss(apart, apart * 0, apart, Layout([0, 1]), backend=backend).metrics["ratio_max"].item()
+    # 1 + high is the ratio itself, to the last bit
+    assert clip_fraction(apart, Sao(high=ratio - 1)) == 1
+    assert clip_fraction(apart, Clip(high=ratio - 1)) == clip_fraction(apart, Cispo(high=ratio - 1)) == 0
 
 
-def test_segment_ratio_by_hand():
+def test_segment_ratio_by_hand(backend):
     # Segment 0 has differences 0.3, (masked), 0.1: s = e^0.2; segment 1 has -0.4: s = e^-0.4. One trajectory: s = e^0
-    x = torch.tensor([-1.0, -9.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
-    old = torch.tensor([-1.3, 50.0, -1.1, -0.6], dtype=torch.float64)
-    advantage = torch.tensor([1.0, 1.0, 2.0, -1.0], dtype=torch.float64)
-    mask, weight = torch.tensor([1, 0, 1, 1]), torch.ones(4, dtype=torch.float64)
+    dtype = exact_dtype(backend)
+    close = {"rel": 1e-6 if dtype == torch.float32 else 1e-12}
+    x = torch.tensor([-1.0, -9.0, -1.0, -1.0], dtype=dtype, requires_grad=True)
+    old = torch.tensor([-1.3, 50.0, -1.1, -0.6], dtype=dtype)
+    advantage = torch.tensor([1.0, 1.0, 2.0, -1.0], dtype=dtype)
+    mask, weight = torch.tensor([1, 0, 1, 1]), torch.ones(4, dtype=dtype)
     layout = Layout([0, 3, 4], segment_trajectory=[0, 0])
     out = policy_loss(
-        x, old, advantage, layout, mask=mask, token_weight=weight, objective=Clip(high=0.25, level="segment")
+        x,
+        old,
+        advantage,
+        layout,
+        mask=mask,
+        token_weight=weight,
+        objective=Clip(high=0.25, level="segment"),
+        backend=backend,
     )
     (gradient,) = torch.autograd.grad(out.loss, x)
     up, down = math.exp(0.2), math.exp(-0.4)
-    assert out.loss.item() == pytest.approx(-up * 1 - up * 2 + 0.8)
-    assert gradient.tolist() == pytest.approx([-up, 0.0, -2 * up, 0.0])
-    assert out.metrics["clip_fraction"].item() == pytest.approx(1 / 3)
-    assert out.metrics["ratio_mean"].item() == pytest.approx((2 * up + down) / 3)
-    assert out.metrics["ratio_max"].item() == pytest.approx(up)
-    out = policy_loss(x, old, advantage, layout, mask=mask, token_weight=weight, objective=Clip(level="trajectory"))
+    assert out.loss.item() == pytest.approx(-up * 1 - up * 2 + 0.8, **close)
+    assert gradient.tolist() == pytest.approx([-up, 0.0, -2 * up, 0.0], **close)
+    assert out.metrics["clip_fraction"].item() == pytest.approx(1 / 3, **close)
+    assert out.metrics["ratio_mean"].item() == pytest.approx((2 * up + down) / 3, **close)
+    assert out.metrics["ratio_max"].item() == pytest.approx(up, **close)
+    out = policy_loss(
+        x, old, advantage, layout, mask=mask, token_weight=weight, objective=Clip(level="trajectory"), backend=backend
+    )
     (gradient,) = torch.autograd.grad(out.loss, x)
-    assert out.loss.item() == pytest.approx(-1 - 2 + 1)
-    assert gradient.tolist() == pytest.approx([-1.0, 0.0, -2.0, 1.0])
+    assert out.loss.item() == pytest.approx(-1 - 2 + 1, **close)
+    assert gradient.tolist() == pytest.approx([-1.0, 0.0, -2.0, 1.0], **close)
 
 
 @pytest.mark.parametrize(
     ("estimator", "value", "slope"),
     [("k1", math.log(2), 1.0), ("k2", math.log(2) ** 2 / 2, math.log(2)), ("k3", 0.5 + math.log(2) - 1, 0.5)],
 )
-def test_kl_and_entropy_by_hand(estimator, value, slope):
-    x = torch.tensor([math.log(0.5)], dtype=torch.float64, requires_grad=True)
-    entropy = torch.tensor([1.5], dtype=torch.float64, requires_grad=True)
-    ref = torch.tensor([math.log(0.25)], dtype=torch.float64)
+def test_kl_and_entropy_by_hand(backend, estimator, value, slope):
+    dtype = exact_dtype(backend)
+    x = torch.tensor([math.log(0.5)], dtype=dtype, requires_grad=True)
+    entropy = torch.tensor([1.5], dtype=dtype, requires_grad=True)
+    ref = torch.tensor([math.log(0.25)], dtype=dtype)
     out = policy_loss(
         x, x.detach(), torch.zeros(1), Layout([0, 1]), token_weight=torch.tensor([2.0]),
         importance_weight=torch.tensor([7.0]),  # must not touch the KL and entropy terms
-        kl=KLPenalty(ref, 0.1, estimator), entropy_bonus=EntropyBonus(entropy, 0.01),
+        kl=KLPenalty(ref, 0.1, estimator), entropy_bonus=EntropyBonus(entropy, 0.01), backend=backend,
     )  # fmt: skip
     out.loss.backward()
     assert out.loss.item() == pytest.approx(2 * (0.1 * value - 0.01 * 1.5))
@@ -143,9 +157,10 @@ def test_kl_and_entropy_by_hand(estimator, value, slope):
     assert (out.metrics["kl"].item(), out.metrics["entropy"].item()) == pytest.approx((value, 1.5))
 
 
-def test_metrics_by_hand():
-    ratio = torch.tensor([2.0, 0.5, 1.0, 99.0], dtype=torch.float64)
-    out = policy_loss(ratio.log(), torch.zeros(4), torch.ones(4), Layout([0, 4]), mask=torch.tensor([1, 1, 1, 0]))
+def test_metrics_by_hand(backend):
+    ratio = torch.tensor([2.0, 0.5, 1.0, 99.0], dtype=exact_dtype(backend))
+    mask = torch.tensor([1, 1, 1, 0])
+    out = policy_loss(ratio.log(), torch.zeros(4), torch.ones(4), Layout([0, 4]), mask=mask, backend=backend)
     metrics = out.metrics
     assert metrics["clip_fraction"].item() == pytest.approx(1 / 3)
     assert metrics["ratio_mean"].item() == pytest.approx(3.5 / 3)
@@ -158,32 +173,35 @@ def test_metrics_by_hand():
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_no_tokens_and_no_active_tokens(objective):
+def test_no_tokens_and_no_active_tokens(backend, objective):
     for layout in (Layout([0]), Layout([0, 0, 0], [0, 2]), Layout([0, 1]), Layout([0, 2, 2, 5], [1, 0, 1])):
         x = torch.full((layout.num_tokens,), -1.0, requires_grad=True)
         mask = torch.zeros(layout.num_tokens, dtype=torch.bool)
-        out = policy_loss(x, x.detach(), x.detach(), layout, mask=mask, objective=objective)
+        out = policy_loss(x, x.detach(), x.detach(), layout, mask=mask, objective=objective, backend=backend)
         out.loss.backward()
         assert out.loss.item() == 0 and not x.grad.any()
         assert all(m.item() == 0 for m in out.metrics.values())
 
 
-def test_bits_do_not_depend_on_the_thread_count():
+def test_bits_do_not_depend_on_the_thread_count(backend):
     generator = torch.Generator().manual_seed(0)
     lengths = [30_000, 1, 70_001, 0, 20_011]
     layout = Layout.from_lengths(lengths, [0, 1, 0, 2, 1])
-    x = -torch.rand(layout.num_tokens, generator=generator)
-    old, advantage = x + 0.3 * torch.randn(x.shape, generator=generator), torch.randn(x.shape, generator=generator)
+    x = torch.rand(layout.num_tokens, generator=generator).neg().requires_grad_()
+    old, advantage = (
+        x.detach() + 0.3 * torch.randn(x.shape, generator=generator),
+        torch.randn(x.shape, generator=generator),
+    )
     threads = torch.get_num_threads()
     try:
         for objective in (Clip(), Clip(level="segment"), Clip(level="trajectory")):
             results = []
             for count in (1, 2, 3):
                 torch.set_num_threads(count)
-                results.append(policy_loss(x, old, advantage, layout, objective=objective))
-            for other in results[1:]:
-                assert torch.equal(results[0].loss, other.loss)
-                assert all(torch.equal(results[0].metrics[k], other.metrics[k]) for k in other.metrics)
+                for _ in range(2):
+                    out = policy_loss(x, old, advantage, layout, objective=objective, backend=backend)
+                    results.append((out.loss, *torch.autograd.grad(out.loss, x), *out.metrics.values()))
+            assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
     finally:
         torch.set_num_threads(threads)
 
@@ -209,10 +227,11 @@ def test_nothing_reads_a_value_back_to_the_host(objective):
 T3, LAYOUT3 = torch.zeros(3), Layout([0, 3])
 
 
-def test_does_not_compile_anew_for_each_length():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_does_not_compile_anew_for_each_length(backend):
     torch._dynamo.reset()
     counter = CompileCounter()
-    compiled = torch.compile(policy_loss, fullgraph=True, backend=counter)
+    compiled = torch.compile(functools.partial(policy_loss, backend=backend), fullgraph=True, backend=counter)
     for lengths in ([3, 4], [5, 6, 2], [7, 1, 9, 2], [3, 3, 3, 3, 5]):
         layout = Layout.from_lengths(lengths)
         x = torch.zeros(layout.num_tokens)
@@ -220,7 +239,8 @@ def test_does_not_compile_anew_for_each_length():
     assert counter.frame_count <= 2
 
 
-def test_other_options_compile_at_most_once_more():  # pitfall 7
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_options_compile_at_most_once_more(backend):  # pitfall 7
     logprob, old, advantage = (
         torch.tensor([-0.5, -1.0, -2.0]),
         torch.tensor([-1.0, -1.0, -1.0]),
@@ -228,7 +248,7 @@ def test_other_options_compile_at_most_once_more():  # pitfall 7
     )
 
     def losses(logprob, x):
-        terms = dict(kl=KLPenalty(old, x / 10, "k2"), entropy_bonus=EntropyBonus(old, x / 20))
+        terms = dict(kl=KLPenalty(old, x / 10, "k2"), entropy_bonus=EntropyBonus(old, x / 20), backend=backend)
         objectives = (Clip(low=x, high=x, dual=2 + x), Cispo(high=x), Sao(low=x, high=x))
         return sum(policy_loss(logprob, old, advantage, LAYOUT3, objective=o, **terms).loss for o in objectives)
 
@@ -255,6 +275,29 @@ def test_a_users_objective():
     x = torch.tensor([-1.0, -2.0])
     out = policy_loss(x, x, torch.tensor([1.0, 3.0]), Layout([0, 2]), objective=Half())
     assert out.loss.item() == pytest.approx(0.5 * (0.5 * 1 + 0.5 * 6))
+
+
+@dataclass(frozen=True)
+class Softened(Clip):
+    """Inherits from a built-in objective, but says something else."""
+
+    def token_loss(self, ratio, logprob, advantage):
+        return -0.5 * advantage * logprob, torch.zeros_like(advantage, dtype=torch.bool)
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the compiled extension is not built")
+def test_compiled_backends_refuse_objectives_they_do_not_know():
+    for objective in (Half(), Softened()):
+        with pytest.raises(
+            NotImplementedError, match=f"cpu.*it does not know the objective {type(objective).__name__}"
+        ):
+            policy_loss(T3, T3, T3, LAYOUT3, objective=objective, backend="cpu")
+        assert policy_loss(T3 - 1, T3, T3 + 1, LAYOUT3, objective=objective).loss.item() == pytest.approx(0.5)
+    with pytest.raises(NotImplementedError, match="a float64 logprob asks for float64: use backend='reference'"):
+        policy_loss(T3.double(), T3, T3, LAYOUT3, backend="cpu")
+    on_meta = torch.zeros(3, device="meta")
+    with pytest.raises(NotImplementedError, match="the tensors are on meta"):
+        policy_loss(on_meta, on_meta, on_meta, LAYOUT3.to("meta"), backend="cpu")
 
 
 class BySession(Half):
@@ -292,8 +335,9 @@ def test_a_users_objective_of_an_unknown_level_is_not_taken_for_another():
         ({"backend": "fast"}, ValueError, "backend must be None or one of reference, cpu, triton, cuda, got 'fast'"),
     ],
 )
-def test_errors_of_the_call(change, error, message):
-    arguments = {"logprob": T3, "old_logprob": T3, "advantage": T3, "layout": LAYOUT3, **change}
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_errors_of_the_call(change, error, message, backend):
+    arguments = {"logprob": T3, "old_logprob": T3, "advantage": T3, "layout": LAYOUT3, "backend": backend, **change}
     with pytest.raises(error, match=message):
         policy_loss(**arguments)
 

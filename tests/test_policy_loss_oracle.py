@@ -20,6 +20,7 @@ from mosaic_kernels import (
     policy_loss,
 )
 from mosaic_kernels.testing import runnable
+from tests.backends import VARIANTS, using
 
 OBJECTIVES = [
     Clip(),
@@ -32,12 +33,13 @@ OBJECTIVES = [
     Sao(low=0.2, high=0.2),
     Reinforce(),
 ]
-BACKENDS = runnable("reference")
+BACKENDS = runnable("reference", "cpu")
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=VARIANTS)
 def backend(request):
-    return request.param
+    with using(request.param) as name:
+        yield name
 
 
 def naive(case, objective):
@@ -126,10 +128,10 @@ def run(case, objective, **overrides):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_agrees_with_a_loop_over_tokens(backend, objective):
+def test_agrees_with_a_loop_over_tokens(objective):
     for seed in range(25):
         case = random_case(seed)
-        out, gradient, entropy_gradient = run(case, objective, backend=backend)
+        out, gradient, entropy_gradient = run(case, objective, backend="reference")
         loss, want, want_entropy, limited, kl = naive(case, objective)
         assert out.loss.item() == pytest.approx(loss, rel=1e-11, abs=1e-12)
         assert gradient.tolist() == pytest.approx(want, rel=1e-11, abs=1e-12)
@@ -139,25 +141,26 @@ def test_agrees_with_a_loop_over_tokens(backend, objective):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_float32_agrees_with_float64(objective):
-    case = random_case(3, torch.float32, max_tokens=60)
-    out, gradient, _ = run(case, objective)
-    loss, want, *_ = naive(case, objective)
-    assert out.loss.dtype == gradient.dtype == torch.float32
-    assert gradient.tolist() == pytest.approx(want, rel=2e-5, abs=2e-6)
-    assert out.loss.item() == pytest.approx(loss, rel=1e-5, abs=1e-5)
+def test_float32_agrees_with_a_loop_over_tokens(backend, objective):
+    for seed in range(12):
+        case = random_case(seed, torch.float32, max_tokens=60)
+        out, gradient, entropy_gradient = run(case, objective, backend=backend)
+        loss, want, want_entropy, limited, kl = naive(case, objective)
+        assert out.loss.dtype == gradient.dtype == entropy_gradient.dtype == torch.float32
+        assert gradient.tolist() == pytest.approx(want, rel=2e-5, abs=2e-6)
+        assert entropy_gradient.tolist() == pytest.approx(want_entropy, rel=1e-6)
+        assert out.loss.item() == pytest.approx(loss, rel=1e-5, abs=1e-5)
+        assert out.metrics["clip_fraction"].item() == pytest.approx(limited)
+        assert out.metrics["kl"].item() == pytest.approx(kl, rel=1e-5)
 
 
-def test_half_inputs_compute_in_float32_and_float64_stays():
+def test_half_inputs_compute_in_float32_and_float64_stays(backend):
     case = random_case(5)
-    for dtype, want in (
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float64, torch.float64),
-    ):
+    wanted = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64, torch.float64)]
+    for dtype, want in wanted if backend == "reference" else wanted[:2]:
         x = case["logprob"].to(dtype).requires_grad_()
         out = policy_loss(
-            x, case["old_logprob"].to(dtype), case["advantage"].float(), case["layout"], mask=case["mask"]
+            x, case["old_logprob"].to(dtype), case["advantage"], case["layout"], mask=case["mask"], backend=backend
         )
         out.loss.backward()
         assert out.loss.dtype == want and x.grad.dtype == dtype
@@ -165,8 +168,12 @@ def test_half_inputs_compute_in_float32_and_float64_stays():
     # inputs are cast before the arithmetic: the same numbers in float32 give the same bits
     half, single = (
         policy_loss(
-            case["logprob"].bfloat16().to(d), case["old_logprob"].bfloat16().to(d), case["advantage"], case["layout"]
-        )
+            case["logprob"].bfloat16().to(d),
+            case["old_logprob"].bfloat16().to(d),
+            case["advantage"],
+            case["layout"],
+            backend=backend,
+        )  # fmt: skip
         for d in (torch.bfloat16, torch.float32)
     )
     assert torch.equal(half.loss, single.loss)
@@ -186,45 +193,48 @@ def test_gradcheck_where_nothing_is_stopped(objective):
     assert torch.autograd.gradcheck(loss, (case["logprob"].requires_grad_(), case["entropy"].requires_grad_()))
 
 
-def test_constants_get_no_gradient():
-    case = random_case(2)
+def test_constants_get_no_gradient(backend):
+    case = random_case(2, torch.float32)
     leaves = {k: case[k].clone().requires_grad_() for k in ("old_logprob", "advantage", "weight", "iw", "ref")}
-    out, gradient, _ = run({**case, **leaves}, Clip())
-    plain, want, _ = run(case, Clip())
+    out, gradient, _ = run({**case, **leaves}, Clip(), backend=backend)
+    plain, want, _ = run(case, Clip(), backend=backend)
     assert torch.equal(gradient, want) and torch.equal(out.loss, plain.loss)
     x = case["logprob"].clone().requires_grad_()
     loss = policy_loss(
-        x, leaves["old_logprob"], leaves["advantage"], case["layout"], token_weight=leaves["weight"]
+        x, leaves["old_logprob"], leaves["advantage"], case["layout"], token_weight=leaves["weight"], backend=backend
     ).loss
     loss.backward()
     assert all(leaf.grad is None for leaf in leaves.values())
 
 
-def test_default_weights_are_those_of_the_trajectories():
-    case = random_case(11)
+def test_default_weights_are_those_of_the_trajectories(backend):
+    case = random_case(11, torch.float32)
     arguments = case["logprob"], case["old_logprob"], case["advantage"], case["layout"]
     weight = normalization_weights(case["layout"], case["mask"], "trajectory")
-    default = policy_loss(*arguments, mask=case["mask"]).loss
-    assert default.item() == pytest.approx(
-        policy_loss(*arguments, mask=case["mask"], token_weight=weight).loss.item(), rel=1e-6
-    )
+    for objective in OBJECTIVES:
+        options = dict(mask=case["mask"], objective=objective, backend=backend)
+        default, explicit = policy_loss(*arguments, **options), policy_loss(*arguments, token_weight=weight, **options)
+        assert torch.equal(default.loss, explicit.loss)
+        assert all(torch.equal(default.metrics[k], v) for k, v in explicit.metrics.items())
 
 
-def test_non_contiguous_inputs():
-    case = random_case(4)
+def test_non_contiguous_inputs(backend):
+    case = random_case(4, torch.float32)
     strided = {
         k: torch.stack([v, v + 1], dim=1)[:, 0] if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in case.items()
     }
     assert not strided["logprob"].is_contiguous()
-    packed, other = run(case, Clip(level="segment")), run(strided, Clip(level="segment"))
+    strided["mask"] = torch.stack([case["mask"], ~case["mask"]], dim=1)[:, 0]
+    packed, other = (run(x, Clip(level="segment"), backend=backend) for x in (case, strided))
     assert torch.equal(packed[0].loss, other[0].loss) and torch.equal(packed[1], other[1])
 
 
 @pytest.mark.parametrize("objective", [Clip(dual=1.5), Clip(level="trajectory"), Cispo(), Sao(), Reinforce()], ids=str)
-def test_compiles_without_a_graph_break(objective):
-    case = random_case(6)
-    eager = run(case, objective)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiles_without_a_graph_break(objective, backend):
+    case = random_case(6, torch.float32)
+    eager = run(case, objective, backend=backend)
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -232,7 +242,7 @@ def test_compiles_without_a_graph_break(objective):
         return policy_loss(
             x, case_old, case["advantage"], layout, mask=case["mask"], token_weight=case["weight"], objective=objective,
             importance_weight=case["iw"], kl=KLPenalty(ref, 0.3, case["estimator"]),
-            entropy_bonus=EntropyBonus(entropy, 0.2),
+            entropy_bonus=EntropyBonus(entropy, 0.2), backend=backend,
         )  # fmt: skip
 
     x, entropy = case["logprob"].clone().requires_grad_(), case["entropy"].clone().requires_grad_()
@@ -243,13 +253,15 @@ def test_compiles_without_a_graph_break(objective):
 
 
 @pytest.mark.slow
-def test_compiles_with_inductor():
-    case = random_case(6)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiles_with_inductor(backend):
+    case = random_case(6, torch.float32)
     for objective in (Clip(dual=1.5), Clip(level="trajectory")):
         torch._dynamo.reset()
         arguments = case["old_logprob"], case["advantage"], case["layout"]
+        options = dict(mask=case["mask"], objective=objective, backend=backend)
         eager_x, x = (case["logprob"].clone().requires_grad_() for _ in range(2))
-        eager = policy_loss(eager_x, *arguments, mask=case["mask"], objective=objective)
-        out = torch.compile(policy_loss, fullgraph=True)(x, *arguments, mask=case["mask"], objective=objective)
+        eager = policy_loss(eager_x, *arguments, **options)
+        out = torch.compile(policy_loss, fullgraph=True)(x, *arguments, **options)
         torch.testing.assert_close(out.loss, eager.loss)
         torch.testing.assert_close(torch.autograd.grad(out.loss, x), torch.autograd.grad(eager.loss, eager_x))

@@ -57,12 +57,14 @@ MOSAIC_INLINE Float fma(Float a, Float b, Float c) {
 
 MOSAIC_INLINE Float select(Int mask, Float yes, Float no) { return mask ? yes : no; }
 
-// Largest and smallest of two; b where either is NaN.
+// Largest and smallest of two; b where either is NaN. Spelt out, for GCC does not see it where one is a constant.
 MOSAIC_INLINE Float max(Float a, Float b) {
 #if defined(__AVX512F__)
-    return _mm512_max_ps(a, b);
+    return _mm512_maskz_max_ps(0xffff, a, b);  // _mm512_max_ps itself makes GCC 12 warn
 #elif defined(__AVX2__)
     return _mm256_max_ps(a, b);
+#elif defined(MOSAIC_X86)
+    return _mm_max_ps(a, b);
 #else
     return a > b ? a : b;
 #endif
@@ -70,9 +72,11 @@ MOSAIC_INLINE Float max(Float a, Float b) {
 
 MOSAIC_INLINE Float min(Float a, Float b) {
 #if defined(__AVX512F__)
-    return _mm512_min_ps(a, b);
+    return _mm512_maskz_min_ps(0xffff, a, b);
 #elif defined(__AVX2__)
     return _mm256_min_ps(a, b);
+#elif defined(MOSAIC_X86)
+    return _mm_min_ps(a, b);
 #else
     return a < b ? a : b;
 #endif
@@ -139,26 +143,38 @@ MOSAIC_INLINE void store_float16(uint16_t* x, Float value) {
     std::memcpy(x, &half, sizeof half);
 }
 
-// exp(x) = 2^n (1 + p) with n whole and p = expm1 of the remainder, |remainder| <= ln(2) / 2.
-struct ExpParts {
-    Float p, n, half, rest;  // 2^n = half * rest: either is in range where 2^n alone is not
+// exp(x) = 2^n (1 + p) with n whole, x = n ln(2) + r, |r| <= ln(2) / 2, p = expm1(r) = r + bend.
+struct Exponential {
+    Float p, r, bend, n;
+    Int bits;  // n + 0x4b400000, the bits of 1.5 * 2^23 + n
 };
 
-// For x in [-120, 120], or NaN.
-MOSAIC_INLINE ExpParts exp_parts_inside(Float x) {
+constexpr float kLn2High = 0.693145752f, kLn2Low = 1.42860677e-6f;
+
+MOSAIC_INLINE Exponential exponential(Float x) {
     const Float shifted = fma(x, broadcast(1.44269504f), broadcast(12582912.0f));  // 1.5 * 2^23: rounds to whole
     const Float n = shifted - 12582912.0f;
-    Float r = fma(n, broadcast(-0.693145752f), x);
-    r = fma(n, broadcast(-1.42860677e-6f), r);
+    Float r = fma(n, broadcast(-kLn2High), x);
+    r = fma(n, broadcast(-kLn2Low), r);
     Float q = broadcast(1.98412698e-4f);
     q = fma(q, r, broadcast(1.38888889e-3f));
     q = fma(q, r, broadcast(8.33333333e-3f));
     q = fma(q, r, broadcast(4.16666667e-2f));
     q = fma(q, r, broadcast(0.166666667f));
     q = fma(q, r, broadcast(0.5f));
-    const Int whole = (Int)shifted - 0x4b400000;
+    return {fma(q, r * r, r), r, q * (r * r), n, (Int)shifted};
+}
+
+struct ExpParts {
+    Float p, n, half, rest;  // 2^n = half * rest: either is in range where 2^n alone is not
+};
+
+// For x in [-120, 120], or NaN.
+MOSAIC_INLINE ExpParts exp_parts_inside(Float x) {
+    const Exponential e = exponential(x);
+    const Int whole = e.bits - 0x4b400000;
     const Int first = whole >> 1;
-    return {fma(q, r * r, r), n, (Float)((first + 127) << 23), (Float)((whole - first + 127) << 23)};
+    return {e.p, e.n, (Float)((first + 127) << 23), (Float)((whole - first + 127) << 23)};
 }
 
 MOSAIC_INLINE ExpParts exp_parts(Float x) {
@@ -176,13 +192,26 @@ MOSAIC_INLINE Float exp_inside(Float x) {
 #endif
 }
 
+// The same for |x| <= 87, where 2^n alone is in range; and exp(x) - 1 - x, to all digits near 0 too.
+struct ScaledExp {
+    Float p, scale, excess;
+};
+
+MOSAIC_INLINE ScaledExp scaled_exp(Float x) {
+    const Exponential e = exponential(x);
+    const Float scale = (Float)((e.bits << 23) + 0x3f800000), grown = scale - 1.0f;
+    // Of parts that do not cancel: 2^n - 1 - n ln(2), then what r and bend add to it.
+    const Float steps = fma(e.n, broadcast(-kLn2Low), fma(e.n, broadcast(-kLn2High), grown));
+    return {e.p, scale, fma(grown, e.r, fma(scale, e.bend, steps))};
+}
+
 // Within 2 units in the last place; 0 below about -104, infinite above 88.7.
 MOSAIC_INLINE Float exp(Float x) {
     const ExpParts parts = exp_parts(x);
     return (1.0f + parts.p) * parts.half * parts.rest;
 }
 
-// exp(x) - 1 without the cancellation near 0, within 2 units in the last place.
+// exp(x) - 1 without the cancellation near 0.
 MOSAIC_INLINE Float expm1(Float x) {
     const ExpParts parts = exp_parts(x);
     const Float scale = parts.half * parts.rest;
@@ -190,7 +219,6 @@ MOSAIC_INLINE Float expm1(Float x) {
     return select(x > 88.0f, (1.0f + parts.p) * parts.half * parts.rest, fma(parts.p, scale, scale - 1.0f));
 }
 
-// Within 3 units in the last place.
 MOSAIC_INLINE Float tanh(Float x) {
     const Float t = expm1(absolute(x) * -2.0f);
     return with_sign(t / (t + 2.0f), x);

@@ -1,20 +1,30 @@
-"""Op 2: the ragged token-level policy loss, what it averages over, and the losses beside it."""
+"""Op 2: the ragged token-level policy loss, and what it averages over."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from mosaic_kernels._backend import pick
 from mosaic_kernels._checks import check_packed
 from mosaic_kernels.layout import Layout
-from mosaic_kernels.policy_loss import reference
-from mosaic_kernels.policy_loss.normalization import normalization_weights, weights_of, whiten
-from mosaic_kernels.policy_loss.objectives import Cispo, Clip, EntropyBonus, KLPenalty, Objective, Reinforce, Sao
-from mosaic_kernels.policy_loss.reductions import check_level, compute_dtype
-from mosaic_kernels.policy_loss.rollout import RolloutCorrection, rollout_correction
-from mosaic_kernels.policy_loss.value import ValueLoss, value_loss
+from mosaic_kernels.policy_loss import cpu, reference
+from mosaic_kernels.policy_loss.gradients import with_gradients
+from mosaic_kernels.policy_loss.normalization import normalization_weights, whiten
+from mosaic_kernels.policy_loss.objectives import (
+    BUILT_IN,
+    Cispo,
+    Clip,
+    EntropyBonus,
+    KLPenalty,
+    Objective,
+    Reinforce,
+    Sao,
+)
+from mosaic_kernels.policy_loss.reductions import as_options, check_level
 
 __all__ = [
     "Cispo",
@@ -24,17 +34,13 @@ __all__ = [
     "Objective",
     "PolicyLoss",
     "Reinforce",
-    "RolloutCorrection",
     "Sao",
-    "ValueLoss",
     "normalization_weights",
     "policy_loss",
-    "rollout_correction",
-    "value_loss",
     "whiten",
 ]
 
-_MODULES = {"reference": reference}
+_MODULES = {"cpu": cpu, "reference": reference}
 
 
 class PolicyLoss(NamedTuple):
@@ -85,7 +91,9 @@ def policy_loss(
         objective's, so one value a unit for `Clip(level="segment")`), kl, entropy (0 if not given), policy_tokens and
         nonfinite_tokens (int64). All on the inputs' device: nothing here waits for it.
         Maths in float32, in float64 for a float64 `logprob`. A non-finite value of any tensor given, at an active
-        position, makes the loss and that token's gradient NaN and is counted in nonfinite_tokens.
+        position, makes the loss and that token's gradient NaN and is counted in nonfinite_tokens. Compiled backends
+        serve the objectives of this library and differentiate once; the reference serves every `Objective` and
+        differentiates as often as autograd can.
 
     Raises:
         ValueError: a tensor is not [T], lies on another device than the layout, or `backend` is no backend's name.
@@ -119,9 +127,33 @@ def policy_loss(
         },
     )
     module = pick("policy_loss", backend, _MODULES, objective=objective, logprob=logprob)
-    if token_weight is None:
-        token_weight = weights_of(layout, mask, "trajectory", compute_dtype(logprob))
-    loss, metrics = module.forward(
-        logprob, old_logprob, advantage, layout, mask, token_weight, objective, importance_weight, kl, entropy_bonus
+    if module is reference:
+        return PolicyLoss(
+            *reference.forward(
+                logprob, old_logprob, advantage, layout, mask, token_weight, objective, importance_weight, kl,
+                entropy_bonus,
+            )
+        )  # fmt: skip
+    entropy = None if entropy_bonus is None else entropy_bonus.entropy
+    wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (logprob, entropy)]
+    with torch.no_grad():
+        loss, statistics, counts, *gradients = module.forward(
+            logprob, old_logprob, advantage, layout, mask, token_weight, BUILT_IN[type(objective)], objective.level,
+            importance_weight, None if kl is None else kl.ref_logprob, "k1" if kl is None else kl.estimator, entropy,
+            _options(objective, kl, entropy_bonus), *wanted,
+        )  # fmt: skip
+    pairs = [(x, dx) for x, dx, needed in zip((logprob, entropy), gradients, wanted) if needed]
+    metrics = dict(zip(reference.STATISTICS, statistics.unbind())) | dict(zip(reference.COUNTS, counts.unbind()))
+    return PolicyLoss(with_gradients(module, loss, *pairs), metrics)
+
+
+def _options(objective: Objective, kl: KLPenalty | None, entropy_bonus: EntropyBonus | None) -> Tensor:
+    """low, high, dual (inf: none), kl.coef, entropy_bonus.coef as a float64 CPU tensor: compiled once for any value."""
+    dual = getattr(objective, "dual", None)
+    return as_options(
+        getattr(objective, "low", 0.0),
+        getattr(objective, "high", 0.0),
+        math.inf if dual is None else dual,
+        0.0 if kl is None else kl.coef,
+        0.0 if entropy_bonus is None else entropy_bonus.coef,
     )
-    return PolicyLoss(loss, metrics)

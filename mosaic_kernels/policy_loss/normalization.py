@@ -9,7 +9,8 @@ from torch import Tensor
 
 from mosaic_kernels._checks import as_mask, check_packed, check_tensor
 from mosaic_kernels.layout import Layout
-from mosaic_kernels.policy_loss.reductions import compute_dtype, count_by, ordered_sum
+from mosaic_kernels.policy_loss.active_tokens import count_active, spread_active
+from mosaic_kernels.policy_loss.reductions import compute_dtype, ordered_sum
 
 KINDS = ("trajectory", "token", "prompt", "segment", "segment_flat")
 
@@ -64,34 +65,34 @@ def weights_of(
     layout: Layout, mask: Tensor, kind: str, dtype: torch.dtype, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """`normalization_weights` of checked arguments, in `dtype`."""
+    active = count_active(layout, mask)
+    denominator = _denominator(layout, active, kind, group).clamp(min=1)
+    return spread_active((1 / denominator.to(torch.float64)).to(dtype), layout, mask)
 
-    def spread(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Active tokens of each token's entity [T], and how many entities have any (0-d)."""
-        counts = count_by(ids, mask, size)
+
+def _denominator(layout: Layout, active: Tensor, kind: str, group: dist.ProcessGroup | None) -> Tensor:
+    """What an active token of each segment is divided by [S] int64, from each segment's active tokens [S]."""
+
+    def by_id(ids: Tensor, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Sum of `x` [S] over the entity of each segment [S], and how many entities have any (0-d)."""
+        sums = x.new_zeros(size).index_add(0, ids, x)
         if group is not None:
-            counts = _sum_by_id(counts, group)
-        return counts[ids], (counts > 0).sum()
+            sums = _sum_by_id(sums, group)
+        return sums[ids], (sums > 0).sum()
 
-    trajectory = layout.token_trajectory, layout.num_trajectories
     if kind == "token":
-        denominator = _sum_over(mask.sum(), group).expand(layout.num_tokens)
-    elif kind == "trajectory":
-        tokens, trajectories = spread(*trajectory)
-        denominator = tokens * trajectories
-    elif kind == "prompt":
-        tokens, prompts = spread(layout.trajectory_group[layout.token_trajectory], layout.num_groups)
-        denominator = tokens * prompts
-    else:
-        per_segment = count_by(layout.token_segment, mask, layout.num_segments)
-        tokens, occupied = per_segment[layout.token_segment], per_segment > 0
-        if kind == "segment_flat":
-            denominator = tokens * _sum_over(occupied.sum(), group)
-        else:
-            segments = count_by(layout.segment_trajectory, occupied, layout.num_trajectories)
-            if group is not None:
-                segments = _sum_by_id(segments, group)
-            denominator = tokens * segments[layout.token_trajectory] * (segments > 0).sum()
-    return torch.where(mask, 1 / denominator.clamp(min=1).to(torch.float64), 0.0).to(dtype)
+        return _sum_over(active.sum(), group).expand(layout.num_segments)
+    if kind == "segment_flat":
+        return active * _sum_over((active > 0).sum(), group)
+    trajectory = layout.segment_trajectory
+    if kind == "trajectory":
+        tokens, trajectories = by_id(trajectory, active, layout.num_trajectories)
+        return tokens * trajectories
+    if kind == "prompt":
+        tokens, prompts = by_id(layout.trajectory_group[trajectory], active, layout.num_groups)
+        return tokens * prompts
+    segments, trajectories = by_id(trajectory, (active > 0).to(torch.int64), layout.num_trajectories)
+    return active * segments * trajectories
 
 
 def whiten(x: Tensor, mask: Tensor | None, *, group: dist.ProcessGroup | None = None) -> Tensor:

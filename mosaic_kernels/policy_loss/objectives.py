@@ -151,6 +151,9 @@ class Reinforce(Objective):
         return -advantage * logprob, torch.zeros_like(advantage, dtype=torch.bool)
 
 
+# What compiled backends know; by exact type, for a subclass may say something else.
+BUILT_IN = {Clip: "clip", Cispo: "cispo", Sao: "sao", Reinforce: "reinforce"}
+
 ESTIMATORS = ("k1", "k2", "k3")
 
 

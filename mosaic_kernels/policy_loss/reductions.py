@@ -23,6 +23,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def as_options(*numbers: float) -> Tensor:
+    """`numbers` as a float64 CPU tensor. While compiling by products: torch.tensor would be compiled anew for each."""
+    if not torch.compiler.is_compiling():
+        return torch.tensor(numbers, dtype=torch.float64)
+    return torch.stack([torch.ones((), dtype=torch.float64) * x for x in numbers])
+
+
 def at_most(x: Tensor, bound: float) -> Tensor:
     """min(x, bound). Not by clamp, which torch.compile would compile anew for each bound."""
     return torch.minimum(x, torch.ones_like(x) * bound)

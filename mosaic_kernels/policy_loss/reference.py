@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mosaic_kernels.layout import Layout
+from mosaic_kernels.policy_loss.normalization import weights_of
 from mosaic_kernels.policy_loss.objectives import EntropyBonus, KLPenalty, Objective
 from mosaic_kernels.policy_loss.reductions import (
     MAX_LOG_RATIO,
@@ -19,6 +20,9 @@ from mosaic_kernels.policy_loss.reductions import (
     unit_sum,
 )
 
+STATISTICS = ("clip_fraction", "approx_kl", "ratio_mean", "ratio_max", "kl", "entropy")
+COUNTS = ("policy_tokens", "nonfinite_tokens")
+
 
 def forward(
     logprob: Tensor,
@@ -26,7 +30,7 @@ def forward(
     advantage: Tensor,
     layout: Layout,
     mask: Tensor,
-    token_weight: Tensor,
+    token_weight: Tensor | None,
     objective: Objective,
     importance_weight: Tensor | None,
     kl: KLPenalty | None,
@@ -34,6 +38,8 @@ def forward(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(loss, metrics) of checked arguments; the semantics are those of the public function."""
     dtype = compute_dtype(logprob)
+    if token_weight is None:
+        token_weight = weights_of(layout, mask, "trajectory", dtype)
 
     def select(x: Tensor) -> Tensor:
         return torch.where(mask, x.to(dtype), 0.0)

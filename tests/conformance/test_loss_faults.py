@@ -21,6 +21,7 @@ from mosaic_kernels import (
     rollout_correction,
 )
 from mosaic_kernels._backend import BACKENDS
+from tests.backends import VARIANTS, using
 
 OBJECTIVES = [Clip(), Clip(dual=3.0), Clip(level="segment"), Clip(level="trajectory"), Cispo(), Sao(), Reinforce()]
 INPUTS = ("logprob", "old_logprob", "advantage", "token_weight", "importance_weight", "ref_logprob", "entropy")
@@ -29,51 +30,57 @@ LAYOUT = Layout([0, 3, 5, 6], [0, 1, 0])
 MASK = torch.tensor([0, 1, 1, 1, 0, 1], dtype=torch.bool)
 
 
+@pytest.fixture(params=VARIANTS)
+def backend(request):
+    with using(request.param) as name:
+        yield name
+
+
 def inputs(seed=0):
     values = torch.randn(len(INPUTS), 6, generator=torch.Generator().manual_seed(seed))
     return dict(zip(INPUTS, values * 0.3, strict=True))
 
 
-def loss_and_gradients(x, objective, mask=MASK, layout=LAYOUT):
+def loss_and_gradients(x, objective, backend, mask=MASK, layout=LAYOUT):
     logprob, entropy = x["logprob"].clone().requires_grad_(), x["entropy"].clone().requires_grad_()
     out = policy_loss(
         logprob, x["old_logprob"], x["advantage"], layout, mask=mask, token_weight=x["token_weight"],
         objective=objective, importance_weight=x["importance_weight"], kl=KLPenalty(x["ref_logprob"], 0.1, "k3"),
-        entropy_bonus=EntropyBonus(entropy, 0.1),
+        entropy_bonus=EntropyBonus(entropy, 0.1), backend=backend,
     )  # fmt: skip
     return out, *torch.autograd.grad(out.loss, (logprob, entropy))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_08_nothing_at_a_masked_position_is_read(objective):
-    clean = loss_and_gradients(inputs(), objective)
+def test_08_nothing_at_a_masked_position_is_read(backend, objective):
+    clean = loss_and_gradients(inputs(), objective, backend)
     for name, bad in itertools.product(INPUTS, BAD):
         x = inputs()
         x[name][~MASK] = bad
-        out, *gradients = loss_and_gradients(x, objective)
+        out, *gradients = loss_and_gradients(x, objective, backend)
         assert torch.equal(out.loss, clean[0].loss), (name, bad)
         assert all(torch.equal(a, b) for a, b in zip(gradients, clean[1:], strict=True)), (name, bad)
         assert all(torch.equal(out.metrics[k], v) for k, v in clean[0].metrics.items()), (name, bad)
     every = {name: torch.where(MASK, v, math.nan) for name, v in inputs().items()}
-    out, *gradients = loss_and_gradients(every, objective)
+    out, *gradients = loss_and_gradients(every, objective, backend)
     assert torch.equal(out.loss, clean[0].loss) and all(g[~MASK].eq(0).all() for g in gradients)
 
 
-def test_08_masked_rollout_log_prob_of_minus_100():
+def test_08_masked_rollout_log_prob_of_minus_100(backend):
     logprob, rollout = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -100.0])
     mask = torch.tensor([True, False])
-    weight = rollout_correction(logprob, rollout, Layout([0, 2]), mask=mask, cap=1e9).weight
+    weight = rollout_correction(logprob, rollout, Layout([0, 2]), mask=mask, cap=1e9, backend=backend).weight
     assert weight.tolist() == [1.0, 0.0]
-    assert policy_loss(logprob, rollout, logprob, Layout([0, 2]), mask=mask).loss.item() == 1.0
+    assert policy_loss(logprob, rollout, logprob, Layout([0, 2]), mask=mask, backend=backend).loss.item() == 1.0
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_08_a_non_finite_active_input_is_never_swallowed(objective):
+def test_08_a_non_finite_active_input_is_never_swallowed(backend, objective):
     # inf survives a clamp as exp(20), NaN a comparison as "outside": both would make a finite, wrong loss
     for name, bad in itertools.product(INPUTS, BAD):
         x = inputs()
         x[name][3] = bad  # alone in its segment and trajectory among the active tokens
-        out, gradient, _ = loss_and_gradients(x, objective)
+        out, gradient, _ = loss_and_gradients(x, objective, backend)
         assert out.loss.isnan(), (name, bad)
         assert out.metrics["nonfinite_tokens"].item() == 1 and out.metrics["policy_tokens"].item() == 4
         assert gradient.isnan().tolist() == [False, False, False, True, False, False], (name, bad)
@@ -83,24 +90,24 @@ def test_08_a_non_finite_active_input_is_never_swallowed(objective):
         logprob = x["logprob"].requires_grad_()
         out = policy_loss(
             logprob, x["old_logprob"], x["advantage"], LAYOUT, mask=MASK, token_weight=x["token_weight"],
-            objective=objective,
+            objective=objective, backend=backend,
         )  # fmt: skip
         assert out.loss.isnan() and torch.autograd.grad(out.loss, logprob)[0][3].isnan(), (name, bad)
     x = inputs()
     for name in INPUTS:
         x[name][3] = math.nan
     x["advantage"][5] = -math.inf
-    assert loss_and_gradients(x, objective)[0].metrics["nonfinite_tokens"].item() == 2
+    assert loss_and_gradients(x, objective, backend)[0].metrics["nonfinite_tokens"].item() == 2
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 @pytest.mark.parametrize("kind", ["trajectory", "token", "prompt", "segment", "segment_flat"])
-def test_09_fully_masked_batch(objective, kind):
+def test_09_fully_masked_batch(backend, objective, kind):
     nothing = torch.zeros(6, dtype=torch.bool)
     x = {name: torch.full((6,), math.nan) for name in INPUTS}
     x["token_weight"] = normalization_weights(LAYOUT, nothing, kind)
     assert not x["token_weight"].any()
-    out, *gradients = loss_and_gradients(x, objective, mask=nothing)
+    out, *gradients = loss_and_gradients(x, objective, backend, mask=nothing)
     assert out.loss.item() == 0 and not any(g.any() for g in gradients)
     assert all(m.item() == 0 for m in out.metrics.values())
 
@@ -139,9 +146,10 @@ def test_11_micro_batches_of_10_and_1000_tokens():
 @pytest.mark.parametrize("difference", [100.0, -100.0, 1e30, -1e30])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_12_a_huge_log_ratio_stays_finite(objective, advantage, difference):
+def test_12_a_huge_log_ratio_stays_finite(backend, objective, advantage, difference):
     x = torch.tensor([difference], requires_grad=True)
-    out = policy_loss(x, torch.zeros(1), torch.tensor([advantage]), Layout([0, 1]), objective=objective)
+    arguments = x, torch.zeros(1), torch.tensor([advantage]), Layout([0, 1])
+    out = policy_loss(*arguments, objective=objective, backend=backend)
     out.loss.backward()
     assert out.loss.isfinite() and x.grad.isfinite().all()
     assert all(m.isfinite() for m in out.metrics.values())

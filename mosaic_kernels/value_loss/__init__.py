@@ -8,10 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mosaic_kernels._backend import pick
 from mosaic_kernels._checks import check_number, check_packed
 from mosaic_kernels.layout import Layout
-from mosaic_kernels.policy_loss.normalization import weights_of
-from mosaic_kernels.policy_loss.reductions import compute_dtype, masked_mean, nonfinite_and_poison, ordered_sum
+from mosaic_kernels.policy_loss.gradients import with_gradients
+from mosaic_kernels.policy_loss.reductions import as_options
+from mosaic_kernels.value_loss import cpu, reference
+
+__all__ = ["ValueLoss", "value_loss"]
+
+_MODULES = {"cpu": cpu, "reference": reference}
 
 
 class ValueLoss(NamedTuple):
@@ -30,6 +36,7 @@ def value_loss(
     mask: Tensor | None = None,
     token_weight: Tensor | None = None,
     clip: float | None = None,
+    backend: str | None = None,
 ) -> ValueLoss:
     """Weighted squared error of a critic, optionally clipped around its old value as in PPO.
 
@@ -43,15 +50,18 @@ def value_loss(
         mask: [T] bool or integer, non-zero on active tokens; None: all. Nothing is read at masked positions.
         token_weight: [T] w; default: each trajectory of this call weighs the same (`normalization_weights`).
         clip: None, or c > 0 in the units of the value.
+        backend: "reference", "cpu", "triton", "cuda", or None for the fastest that can serve the call.
 
     Returns:
         ValueLoss: the loss, differentiable in `value`; metrics, means over active tokens: clip_fraction (the clipped
         error decides), value_mean, return_mean, explained_variance (1 - var(R - v) / var(R); 0 where R does not vary);
         policy_tokens and nonfinite_tokens, int64. A non-finite input at an active token makes the loss and that token's
-        gradient NaN. Maths in float32, float64 for a float64 `value`.
+        gradient NaN. Maths in float32, float64 for a float64 `value`. All on the inputs' device: nothing waits for it.
+        Compiled backends differentiate once, the reference as often as autograd can.
 
     Raises:
-        ValueError, TypeError: wrong shape or dtype, clip <= 0, or clip without old_value.
+        ValueError, TypeError: wrong shape or dtype, clip <= 0, clip without old_value, or no backend's name.
+        NotImplementedError: the backend asked for cannot serve the call.
 
     Source: PPO (1707.06347) Eq. 9; the clipped form of its published implementation.
 
@@ -65,43 +75,20 @@ def value_loss(
         check_number("clip", clip, "a finite number > 0, or None", lambda x: 0 < x < math.inf)
         if old_value is None:
             raise ValueError("old_value must be given with clip: pass the values the critic gave before the update")
-    dtype = compute_dtype(value)
-    if token_weight is None:
-        token_weight = weights_of(layout, mask, "trajectory", dtype)
-
-    def select(x: Tensor) -> Tensor:
-        return torch.where(mask, x.to(dtype), 0.0)
-
-    value, returns, weight = select(value), select(returns.detach()), select(token_weight.detach())
-    used = [value, returns, weight]
-    if clip is not None:
-        old_value = select(old_value.detach())
-        used.append(old_value)
-    nonfinite, poison = nonfinite_and_poison(used)
-    value = value * poison
-
-    error = (value - returns).square()
-    limited = torch.zeros_like(mask)
-    if clip is not None:
-        change = value.detach() - old_value
-        # read only where the change exceeds clip; not by clamp, which torch.compile would compile anew for each clip
-        bounded = (old_value + change.sign() * clip - returns).square()
-        limited = (change.abs() > clip) & (bounded > error.detach())
-        error = torch.where(limited, bounded, error)
-    loss = ordered_sum(torch.where(mask, weight * 0.5 * error * poison, 0.0))
-
-    value = value.detach()
-    return_mean, residual_mean = masked_mean(returns, mask), masked_mean(returns - value, mask)
-    spread = masked_mean((returns - return_mean).square(), mask)
-    residual = masked_mean((returns - value - residual_mean).square(), mask)
-    return ValueLoss(
-        loss,
-        {
-            "clip_fraction": masked_mean(limited.to(dtype), mask),
-            "value_mean": masked_mean(value, mask),
-            "return_mean": return_mean,
-            "explained_variance": torch.where(spread == 0, 0.0, 1 - residual / spread),
-            "policy_tokens": mask.sum(),
-            "nonfinite_tokens": nonfinite.sum(),
-        },
-    )
+    module = pick("value_loss", backend, _MODULES, value=value)
+    if module is reference:
+        return ValueLoss(*reference.forward(value, old_value, returns, layout, mask, token_weight, clip))
+    wanted = torch.is_grad_enabled() and value.requires_grad
+    with torch.no_grad():
+        loss, statistics, counts, dvalue = module.forward(
+            value,
+            None if clip is None else old_value,
+            returns,
+            layout,
+            mask,
+            token_weight,
+            as_options(0.0 if clip is None else clip),
+            wanted,
+        )
+    metrics = dict(zip(reference.STATISTICS, statistics.unbind())) | dict(zip(reference.COUNTS, counts.unbind()))
+    return ValueLoss(with_gradients(module, loss, *[(value, dvalue)] * wanted), metrics)

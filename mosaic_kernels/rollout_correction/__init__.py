@@ -5,21 +5,17 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from mosaic_kernels._backend import pick
 from mosaic_kernels._checks import check_number, check_packed
 from mosaic_kernels.layout import Layout
-from mosaic_kernels.policy_loss.reductions import (
-    MAX_LOG_RATIO,
-    at_most,
-    check_level,
-    compute_dtype,
-    masked_max,
-    masked_mean,
-    unit_of_token,
-    unit_sum,
-)
+from mosaic_kernels.policy_loss.reductions import check_level
+from mosaic_kernels.rollout_correction import cpu, reference
+
+__all__ = ["RolloutCorrection", "rollout_correction"]
+
+_MODULES = {"cpu": cpu, "reference": reference}
 
 
 class RolloutCorrection(NamedTuple):
@@ -39,6 +35,7 @@ def rollout_correction(
     level: str = "token",
     cap: float = 2.0,
     floor: float | None = None,
+    backend: str | None = None,
 ) -> RolloutCorrection:
     """Truncated importance weights of the trainer's policy against the rollout engine's.
 
@@ -62,6 +59,7 @@ def rollout_correction(
         level: "token", "segment" or "trajectory".
         cap: most weight, finite and > 0.
         floor: None, or least weight kept, 0 <= floor < cap.
+        backend: "reference", "cpu", "triton", "cuda", or None for the fastest that can serve the call.
 
     Returns:
         RolloutCorrection: weight [T] float32 (float64 for float64 `logprob`), without a gradient, 0 where not kept;
@@ -72,10 +70,12 @@ def rollout_correction(
         and is kept, so that the loss shows it.
 
     Raises:
-        ValueError, TypeError: wrong shape or dtype, unknown level, cap or floor out of range.
+        ValueError, TypeError: wrong shape or dtype, unknown level, cap or floor out of range, or no backend's name.
+        NotImplementedError: the backend asked for cannot serve the call.
 
     Source: truncated importance sampling (Ionides 2008; IMPALA, 1802.01561); verl's rollout correction.
 
+    >>> import torch
     >>> layout = Layout([0, 2])
     >>> new, old = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0])  # ratios 1 and e
     >>> rollout_correction(new, old, layout).weight.tolist()
@@ -88,34 +88,7 @@ def rollout_correction(
     check_number("cap", cap, "a finite number > 0", lambda x: 0 < x < math.inf)
     if floor is not None:
         check_number("floor", floor, "None or in [0, cap)", lambda x: 0 <= x < cap)
-    dtype = compute_dtype(logprob)
-
-    new = torch.where(mask, logprob.detach().to(dtype), 0.0)
-    rollout = torch.where(mask, rollout_logprob.detach().to(dtype), 0.0)
-    nonfinite = ~(new.isfinite() & rollout.isfinite())
-    difference = torch.where(nonfinite, torch.nan, new - rollout)
-    log_ratio = difference
-    if level != "token":
-        unit, _ = unit_of_token(layout, level)
-        log_ratio = torch.where(mask, unit_sum(difference, layout, level)[unit].to(dtype), 0.0)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-    above = ratio > cap
-    keep = mask
-    if floor is not None:
-        keep = mask & ~(above | (ratio < floor))
+    module = pick("rollout_correction", backend, _MODULES, logprob=logprob)
     return RolloutCorrection(
-        torch.where(keep, at_most(ratio, cap), 0.0),
-        keep,
-        {
-            "ratio_mean": masked_mean(ratio, mask),
-            "ratio_max": masked_max(ratio, mask),
-            "capped_fraction": masked_mean((above & keep).to(dtype), mask),
-            "dropped_fraction": masked_mean((~keep).to(dtype), mask),
-            "logprob_difference": masked_mean(difference.abs(), mask),
-            "logprob_difference_max": masked_max(difference.abs(), mask),
-            "kl": masked_mean(-difference, mask),
-            "policy_tokens": mask.sum(),
-            "nonfinite_tokens": nonfinite.sum(),
-        },
+        *module.forward(logprob.detach(), rollout_logprob.detach(), layout, mask, level, cap, floor)
     )
