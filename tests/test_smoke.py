@@ -12,7 +12,9 @@ from importlib.machinery import PathFinder
 
 ABSENT = {"transformers", "vllm", "pydantic", "rich", "yaml", "httpx", "tenacity", "safetensors", "mosaic"}
 find_spec = PathFinder.find_spec
-PathFinder.find_spec = staticmethod(lambda name, *rest: None if name.partition(".")[0] in ABSENT else find_spec(name, *rest))
+PathFinder.find_spec = staticmethod(
+    lambda name, *rest: None if name.partition(".")[0] in ABSENT else find_spec(name, *rest)
+)
 sys.meta_path[:] = [finder for finder in sys.meta_path if isinstance(finder, type)]  # without editable installs' own
 
 import torch

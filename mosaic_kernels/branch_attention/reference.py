@@ -109,7 +109,7 @@ def _opaque(
 ) -> Tensor:
     layout = Layout(cu_seqlens)
     if layout.num_tokens != query.shape[0]:
-        raise ValueError(f"query must have one row for each of the layout's {layout.num_tokens} tokens, got {len(query)}")
+        raise ValueError(f"query must have a row for each of the layout's {layout.num_tokens} tokens, got {len(query)}")
     if parent is not None and prefix_length is not None:
         Branches(parent, prefix_length).check(layout)
     return _attend(query, key, value, cu_seqlens, parent, prefix_length, scale, softcap, window)
