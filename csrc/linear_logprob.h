@@ -50,7 +50,10 @@ struct LogprobBackward {
     const float* entropy;         // [N]; or null if dentropy is
     const float* dlogprob;        // [N]
     const float* dentropy;        // [N], or null: 0
-    // Tiles of ids and rows whose largest p is below this, and which hold no target, add nothing to the gradients.
+    // Tiles of ids and rows whose largest p is below this, and which hold no target, add nothing to the gradients. With
+    //     g[n] = (|dlogprob[n]| + |dentropy[n]| (|log filter| + entropy[n])) / temperature[n],    filter <= 1/e,
+    // that leaves out at most min(1, V filter) g[n] max |weight[v]| of row n of dhidden (with dentropy: V filter), and
+    // at most filter * sum over n of g[n] |hidden[row[n]]| of a row of dweight.
     float filter;    // 0: every tile counts
     float* dhidden;  // [N, H], written; or null: not wanted
     void* dweight;   // [V, H] of weight_type, rounded once, written; or null

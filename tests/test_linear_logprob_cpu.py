@@ -41,6 +41,8 @@ def assert_same_bits(got, want) -> None:
 @pytest.mark.parametrize("hidden_dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 def test_every_mixture_of_dtypes_is_as_accurate_as_pytorch(hidden_dtype, weight_dtype):
+    # Without a fused multiply-add each product is rounded too, which PyTorch's own GEMM here does not do.
+    factor = 3.0 if extension.instruction_set() == extension.InstructionSet.portable else 2.0
     inputs = sample(131, 72, 517)
     inputs["weight"] /= 6
     inputs |= {"hidden": inputs["hidden"].to(hidden_dtype), "weight": inputs["weight"].to(weight_dtype)}
@@ -59,11 +61,11 @@ def test_every_mixture_of_dtypes_is_as_accurate_as_pytorch(hidden_dtype, weight_
         got, got_grads = value_and_grads(fused, inputs, NAMES)
         own, own_grads = value_and_grads(lambda at=at, **kw: pytorch(at, **kw), inputs, NAMES)
         truth, true_grads = value_and_grads(lambda at=at, **kw: dense(**kw)[at], upcast, NAMES)
-        assert_as_accurate(got, own, truth, what="value")
+        assert_as_accurate(got, own, truth, factor=factor, what="value")
         torch.testing.assert_close(got.double(), truth, rtol=1e-5, atol=1e-5)  # float32 logits, whatever goes in
         for name in NAMES:
             assert got_grads[name].dtype == inputs[name].dtype
-            assert_as_accurate(got_grads[name], own_grads[name], true_grads[name], what=f"d{name}")
+            assert_as_accurate(got_grads[name], own_grads[name], true_grads[name], factor=factor, what=f"d{name}")
 
 
 @pytest.mark.parametrize(

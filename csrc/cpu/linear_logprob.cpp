@@ -7,7 +7,8 @@ namespace {
 
 // Ids whose statistics a task gathers in float32, before they are added up in float64.
 constexpr int64_t kChunkIds = 8 * kIds;
-// A block of tokens has this many words in its panels: half a second-level cache of 2 MiB, next to a tile's weight rows.
+// A block of tokens has this many words in its panels: half a second-level cache of 2 MiB, next to a tile's weight
+// rows.
 constexpr int64_t kBlockWords = 288 * 1024;
 // The blocks whose panels and partial statistics are held at once have together this many words.
 constexpr int64_t kHeldWords = 2048 * 1024;
@@ -82,14 +83,13 @@ void add_tile(const float* x, int64_t count, float* largest, float* sum, float* 
         const Float step = select(before == -kInfinity, Float{}, before - shift[c]), scale = exp(step);
         store(largest + lane, top[c]);
         store(sum + lane, fma(scale, old, total[c]));
-        if (with_weighted)
-            store(weighted + lane, fma(scale, fma(step, old, load(weighted + lane)), product[c]));
+        if (with_weighted) store(weighted + lane, fma(scale, fma(step, old, load(weighted + lane)), product[c]));
     }
 }
 
 template <int C>
-void score_panel(Width<C>, const Forward& forward, const Tile& tile, int64_t panel, int64_t chunk, const Scratch& scratch,
-                 int64_t* cursor, Ahead& ahead) {
+void score_panel(Width<C>, const Forward& forward, const Tile& tile, int64_t panel, int64_t chunk,
+                 const Scratch& scratch, int64_t* cursor, Ahead& ahead) {
     const LogprobInputs& in = forward.call.inputs;
     const Plan& plan = forward.plan;
     const int64_t at = panel * kPanel;  // in the tokens held
@@ -128,7 +128,8 @@ void score_chunk(const Forward& forward, int64_t block, int64_t chunk, const Scr
         const int64_t ids = smaller(kIds, end - id);
         const Tile tile{id, ids, weight_rows(plan.weight, id, ids, scratch.weight)};
         const int64_t next = smaller(kIds, end - id - ids);
-        Ahead ahead(plan.weight, id + ids, next, panels.count() * tile_steps(ids, plan.depth));
+        Ahead ahead(next ? plan.weight.element(id + ids, 0) : nullptr, next, plan.weight.bytes(plan.weight.stride),
+                    plan.weight.bytes(plan.weight.columns), panels.count() * tile_steps(ids, plan.depth));
         for (int64_t panel = 0; panel < panels.count(); ++panel)
             with_width(panels.vectors(panel), [&](auto width) {
                 score_panel(width, forward, tile, first / kPanel + panel, chunk, scratch,
@@ -142,8 +143,7 @@ void combine(const Forward& forward, int64_t at) {
     const int64_t chunks = forward.plan.chunks, held = forward.plan.held;
     const LogprobForward& call = forward.call;
     Float top = broadcast(-kInfinity);
-    for (int64_t chunk = 0; chunk < chunks; ++chunk)
-        top = max(load(forward.partials.largest + chunk * held + at), top);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) top = max(load(forward.partials.largest + chunk * held + at), top);
     const Float shift = select(top == -kInfinity, Float{}, top);
     Double total{}, product{};
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
@@ -191,9 +191,8 @@ void linear_logprob_forward(const LogprobForward& call) {
         const int64_t blocks = parts(forward.count, plan.block);
         parallel_for_slots(blocks * plan.chunks, threads, [&](int64_t index, int64_t slot) {
             const Scratch scratch{weight.as<float>() + slot * weight_words, logits.as<float>() + slot * kIds * kPanel,
-                                  keep.as<int32_t>() + slot * kIds * kPanel,
-                                  cursor.as<int64_t>() + slot * plan.block};
-            score_chunk(forward, index / plan.chunks, index % plan.chunks, scratch);
+                                  keep.as<int32_t>() + slot * kIds * kPanel, cursor.as<int64_t>() + slot * plan.block};
+            score_chunk(forward, index % blocks, index / blocks, scratch);
         });
         parallel_for(parts(forward.count, kLanes), threads, [&](int64_t part) { combine(forward, part * kLanes); });
     }

@@ -47,7 +47,7 @@ Plan make_plan(const LogprobInputs& in) {
 
 // What the rows of a block enter the gradient with, each [block]; where there is no token, values that give 0.
 struct RowState {
-    float *largest, *reciprocal;  // of the normaliser
+    float *largest, *reciprocal;          // of the normaliser
     float *dlogprob, *dentropy, *offset;  // log p + entropy = (x - largest) + offset
     float* temperature;
 };
@@ -56,20 +56,20 @@ constexpr int64_t kStates = 6;
 struct Backward {
     const LogprobBackward& call;
     Plan plan;
-    int64_t begin, count;  // tokens of the block
-    int64_t id, ids;       // of the superblock
-    bool first, last;      // block of tokens
-
     RowState state;
-    float* panels;           // [panel][depth][width]: hidden states, transposed
-    float* hidden_columns;   // [panel of columns][block][width]: hidden states; null if dweight is not wanted
-    float* weight_columns;   // [panel of columns][superblock][width]; null if dhidden is not wanted
-    float* weight_copy;      // [superblock, copied_stride(depth)]
-    Factors* weight;         // [tiles] in weight_copy or in place
-    float* dlogits;          // [panel][superblock][width]
-    uint8_t* counts;         // [panel][tiles] whether the gradient of a tile's ids in a panel's tokens is not nothing
-    float* dweight;          // [panel of columns][superblock][width] sums so far
-    double* dbias;           // [superblock] sums so far
+    float* panels;          // [panel][depth][width]: hidden states, transposed
+    float* hidden_columns;  // [panel of columns][block][width]: hidden states; null if dweight is not wanted
+    float* weight_columns;  // [panel of columns][superblock][width]; null if dhidden is not wanted
+    float* weight_copy;     // [superblock, copied_stride(depth)]
+    Factors* weight;        // [tiles] in weight_copy or in place
+    float* dlogits;         // [panel][superblock][width]
+    uint8_t* counts;        // [panel][tiles] whether the gradient of a tile's ids in a panel's tokens is not nothing
+    float* dweight;         // [panel of columns][superblock][width] sums so far
+    double* dbias;          // [superblock] sums so far
+
+    int64_t begin = 0, count = 0;      // tokens of the block
+    int64_t id = 0, ids = 0;           // of the superblock
+    bool first = false, last = false;  // block of tokens
 
     const LogprobInputs& inputs() const { return call.inputs; }
     Panels tokens() const { return {count}; }
@@ -82,7 +82,8 @@ struct Backward {
     bool counted(int64_t panel, int64_t tile) const { return counts[panel * plan.tiles + tile]; }
 };
 
-// `count` rows of a matrix as panels of columns, from row `at` of panels of `capacity` rows; `row` null: begin, begin + 1 ..
+// `count` rows of a matrix as panels of columns, from row `at` of panels of `capacity` rows; `row` null: begin, begin +
+// 1 ..
 void pack_columns(const Matrix& matrix, const int64_t* row, int64_t begin, int64_t count, int64_t at, int64_t capacity,
                   float* out) {
     const Panels columns{matrix.columns};
@@ -144,8 +145,7 @@ float differentiate(const Backward& backward, int64_t at, int64_t ids, const int
             const Float p = exp_inside(shifted) * load(state.reciprocal + lane);
             top[c] = (Int)p > top[c] ? (Int)p : top[c];  // as integers, so that NaN is the largest
             Float gradient = dlogprob * (select(id == static_cast<int32_t>(v), broadcast(1.0f), Float{}) - p);
-            if (with_entropy)
-                gradient -= load(state.dentropy + lane) * (p * (shifted + load(state.offset + lane)));
+            if (with_entropy) gradient -= load(state.dentropy + lane) * (p * (shifted + load(state.offset + lane)));
             if (in.softcap != 0) {
                 const Float tanh_of_logit = logit * load(state.temperature + lane) / in.softcap;
                 gradient *= max(Float{}, 1.0f - tanh_of_logit * tanh_of_logit);  // 0 at the -infinity of an id not kept
@@ -192,12 +192,18 @@ void make_dlogits(Width<C>, const Backward& backward, int64_t tile_index, int64_
     const float largest = backward.call.dentropy ? differentiate<C, true>(backward, at, tile.count, target, x)
                                                  : differentiate<C, false>(backward, at, tile.count, target, x);
     counts = holds_target || !(largest < backward.call.filter);
+    for (int64_t v = 0; v < tile.count; ++v)
+        for (int64_t i = tokens.count; i < C * kLanes; ++i) x[v * C * kLanes + i] = 0;
 }
 
 void make_dlogits(const Backward& backward, int64_t index) {
     const Panels tokens = backward.tokens();
     const int64_t tile = index % backward.tiles(), first = index / backward.tiles() * backward.plan.task_panels;
-    Ahead ahead(backward.plan.weight, 0, 0, 1);
+    // The first panel works on the tile's first rows while the others come.
+    const Factors& weight = backward.weight[tile];
+    const int64_t steps = tile_steps(kIds, backward.plan.depth) * (kIds - kRows) / kIds;
+    Ahead ahead(weight.rows + kRows * weight.stride, larger(0, backward.tile_ids(tile) - kRows),
+                weight.stride * sizeof(float), backward.plan.depth * sizeof(float), steps);
     for (int64_t panel = first; panel < smaller(first + backward.plan.task_panels, tokens.count()); ++panel)
         with_width(tokens.vectors(panel), [&](auto width) { make_dlogits(width, backward, tile, panel, ahead); });
 }
@@ -232,41 +238,60 @@ void write_dweight(const Backward& backward, int64_t panel, int64_t begin, int64
     }
 }
 
-// Adds the block's tokens to the sums of tiles [begin, end), in one panel of columns.
+// Adds panels [chain, stop) of tokens to the sums of tiles [begin, end), in one panel of columns.
 template <int C>
-void add_dweight(Width<C>, const Backward& backward, int64_t column_panel, int64_t begin, int64_t end) {
+void add_dweight(Width<C>, const Backward& backward, int64_t column_panel, int64_t chain, int64_t stop, int64_t begin,
+                 int64_t end) {
     const Panels tokens = backward.tokens();
     const float* columns = backward.hidden_columns + column_panel * kPanel * backward.plan.block;
-    float* const sums = backward.dweight + column_panel * kPanel * backward.super();
-    for (int64_t chain = 0; chain < tokens.count(); chain += kChainPanels) {
-        const int64_t stop = smaller(chain + kChainPanels, tokens.count());
-        for (int64_t tile = begin; tile < end; ++tile) {
-            float* at = sums + tile * kIds * C * kLanes;
-            for (int64_t r = 0; r < backward.tile_ids(tile); r += kRows) {
-                Float sum[kRows][C] = {};
-                for (int64_t panel = chain; panel < stop; ++panel)
-                    if (backward.counted(panel, tile)) {
-                        const int64_t width = tokens.width(panel);
-                        multiply_add(backward.dlogit(panel, tile) + r * width, width, 1,
-                                     columns + panel * kPanel * C * kLanes, tokens.columns(panel), sum);
-                    }
-#pragma GCC unroll 32
-                for (int i = 0; i < kRows * C; ++i, at += kLanes)
-                    store(at, backward.first && chain == 0 ? sum[i / C][i % C] : load(at) + sum[i / C][i % C]);
+    for (int64_t tile = begin; tile < end; ++tile) {
+        float* at = backward.dweight + column_panel * kPanel * backward.super() + tile * kIds * C * kLanes;
+        for (int64_t r = 0; r < backward.tile_ids(tile); r += kRows) {
+            Float sum[kRows][C] = {};
+            for (int64_t panel = chain; panel < stop; ++panel) {
+                if (!backward.counted(panel, tile)) continue;
+                const int64_t width = tokens.width(panel);
+                multiply_add(backward.dlogit(panel, tile) + r * width, width, 1, columns + panel * kPanel * C * kLanes,
+                             tokens.columns(panel), sum);
             }
+#pragma GCC unroll 32
+            for (int i = 0; i < kRows * C; ++i, at += kLanes)
+                store(at, backward.first && chain == 0 ? sum[i / C][i % C] : load(at) + sum[i / C][i % C]);
         }
     }
 }
 
 void add_dweight(const Backward& backward, int64_t index) {
-    const Panels& columns = backward.plan.columns;
+    const Panels &columns = backward.plan.columns, tokens = backward.tokens();
     const int64_t groups = parts(columns.count(), kColumnPanels);
     const int64_t begin = index / groups * kWeightTiles, end = smaller(begin + kWeightTiles, backward.tiles());
-    const int64_t first = index % groups * kColumnPanels;
-    for (int64_t panel = first; panel < smaller(first + kColumnPanels, columns.count()); ++panel) {
-        with_width(columns.vectors(panel), [&](auto width) { add_dweight(width, backward, panel, begin, end); });
-        if (backward.last) write_dweight(backward, panel, begin * kIds, smaller(end * kIds, backward.ids));
+    const int64_t first = index % groups * kColumnPanels, last = smaller(first + kColumnPanels, columns.count());
+    for (int64_t chain = 0; chain < tokens.count(); chain += kChainPanels) {
+        const int64_t stop = smaller(chain + kChainPanels, tokens.count());
+        for (int64_t panel = first; panel < last; ++panel)
+            with_width(columns.vectors(panel),
+                       [&](auto width) { add_dweight(width, backward, panel, chain, stop, begin, end); });
     }
+    if (!backward.last) return;
+    for (int64_t panel = first; panel < last; ++panel)
+        write_dweight(backward, panel, begin * kIds, smaller(end * kIds, backward.ids));
+}
+
+// Adds `rows` rows and `columns` columns of a tile of sums to the matrix at `to`.
+template <int C>
+MOSAIC_INLINE void add_rows(const Float (&sum)[kRows][C], int64_t rows, int64_t columns, float* to, int64_t stride) {
+    if (rows == kRows && columns == C * kLanes) {
+#pragma GCC unroll 32
+        for (int i = 0; i < kRows * C; ++i) {
+            float* at = to + i / C * stride + i % C * kLanes;
+            store(at, load(at) + sum[i / C][i % C]);
+        }
+        return;
+    }
+    float sums[kRows][C * kLanes];
+    std::memcpy(sums, sum, sizeof sums);
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t column = 0; column < columns; ++column) to[r * stride + column] += sums[r][column];
 }
 
 // Adds the superblock's ids to dhidden of panels [begin, end) of tokens, in one panel of columns.
@@ -285,12 +310,9 @@ void add_dhidden(Width<C>, const Backward& backward, int64_t column_panel, int64
                     if (backward.counted(panel, tile))
                         multiply_add(backward.dlogit(panel, tile) + r, 1, width, columns + tile * kIds * C * kLanes,
                                      backward.tile_ids(tile), sum);
-                float sums[kRows][C * kLanes];
-#pragma GCC unroll 32
-                for (int i = 0; i < kRows * C; ++i) store(&sums[i / C][i % C * kLanes], sum[i / C][i % C]);
-                float* to = backward.call.dhidden + (backward.begin + panel * kPanel + r) * size + column_panel * kPanel;
-                for (int64_t i = 0; i < smaller(kRows, count - r); ++i, to += size)
-                    for (int64_t column = 0; column < present; ++column) to[column] += sums[i][column];
+                float* to =
+                    backward.call.dhidden + (backward.begin + panel * kPanel + r) * size + column_panel * kPanel;
+                add_rows(sum, smaller(kRows, count - r), present, to, size);
             }
         }
     }
@@ -309,16 +331,19 @@ void add_dhidden(const Backward& backward, int64_t index) {
 // Adds the block's tokens to the sums of a tile.
 void add_dbias(const Backward& backward, int64_t tile) {
     const Panels tokens = backward.tokens();
-    double sum[kIds] = {};
-    for (int64_t panel = 0; panel < tokens.count(); ++panel) {
-        if (!backward.counted(panel, tile)) continue;
-        const float* dlogit = backward.dlogit(panel, tile);
-        for (int64_t v = 0; v < backward.tile_ids(tile); ++v)
-            for (int64_t i = 0; i < tokens.columns(panel); ++i) sum[v] += dlogit[v * tokens.width(panel) + i];
-    }
     for (int64_t v = 0; v < backward.tile_ids(tile); ++v) {
+        Double sums{};
+        for (int64_t panel = 0; panel < tokens.count(); ++panel) {
+            if (!backward.counted(panel, tile)) continue;
+            const float* dlogit = backward.dlogit(panel, tile) + v * tokens.width(panel);
+            Float sum = load(dlogit);  // lanes without a token hold 0
+            for (int c = 1; c < tokens.vectors(panel); ++c) sum += load(dlogit + c * kLanes);
+            sums += widen(sum);
+        }
+        double sum = 0;
+        for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
         double& total = backward.dbias[tile * kIds + v];
-        total = backward.first ? sum[v] : total + sum[v];
+        total = backward.first ? sum : total + sum;
         if (backward.last) backward.call.dbias[backward.id + tile * kIds + v] = static_cast<float>(total);
     }
 }
@@ -346,16 +371,18 @@ void differentiate_block(const Backward& backward, bool new_tokens, int64_t thre
     });
 }
 
+void clear_weight_gradients(const LogprobBackward& call) {
+    const LogprobInputs& in = call.inputs;
+    if (call.dweight) std::memset(call.dweight, 0, weight_matrix(in, false).bytes(in.vocab_size * in.hidden_size));
+    if (call.dbias) std::memset(call.dbias, 0, in.vocab_size * sizeof(float));
+}
+
 }  // namespace
 
 void linear_logprob_backward(const LogprobBackward& call) {
     const LogprobInputs& in = call.inputs;
     if (call.dhidden) std::memset(call.dhidden, 0, in.num_rows * in.hidden_size * sizeof(float));
-    if (in.num_rows == 0) {
-        if (call.dweight) std::memset(call.dweight, 0, Matrix{nullptr, 0, 0, in.weight_type, false}.bytes(in.vocab_size * in.hidden_size));
-        if (call.dbias) std::memset(call.dbias, 0, in.vocab_size * sizeof(float));
-        return;
-    }
+    if (in.num_rows == 0) return clear_weight_gradients(call);
     const Plan plan = make_plan(in);
     const int64_t block = plan.block, super = plan.tiles * kIds, padded = plan.columns.padded();
     const int64_t threads = threads_for(in, 3 * in.num_rows);
@@ -366,13 +393,18 @@ void linear_logprob_backward(const LogprobBackward& call) {
     const Buffer dlogits(block * super * sizeof(float)), counts(block / kPanel * plan.tiles);
     const Buffer dweight(call.dweight ? super * padded * sizeof(float) : 0), dbias(super * sizeof(double));
     float* const rows = state.as<float>();
-    Backward backward{call, plan, 0, 0, 0, 0, false, false,
+    Backward backward{call,
+                      plan,
                       {rows, rows + block, rows + 2 * block, rows + 3 * block, rows + 4 * block, rows + 5 * block},
                       panels.as<float>(),
                       call.dweight ? hidden_columns.as<float>() : nullptr,
                       call.dhidden ? weight_columns.as<float>() : nullptr,
-                      weight_copy.as<float>(), weight.as<Factors>(), dlogits.as<float>(), counts.as<uint8_t>(),
-                      dweight.as<float>(), dbias.as<double>()};
+                      weight_copy.as<float>(),
+                      weight.as<Factors>(),
+                      dlogits.as<float>(),
+                      counts.as<uint8_t>(),
+                      dweight.as<float>(),
+                      dbias.as<double>()};
     for (backward.id = 0; backward.id < in.vocab_size; backward.id += super) {
         backward.ids = smaller(super, in.vocab_size - backward.id);
         for (backward.begin = 0; backward.begin < in.num_rows; backward.begin += block) {

@@ -1,9 +1,9 @@
 // Logits of a tile of ids and a panel of rows: what the forward and the backward of linear_logprob share, so that both
 // see the same bits.
 //
-// Vector lanes are scored rows ("tokens"): their hidden states lie transposed in panels, [H][up to kPanel tokens], while
-// an id's weight row, as it lies in memory, supplies the factors. Maximum, sum and target of a token then stay in its
-// lane, nothing is ever reduced across lanes, and no bit of a token can depend on its neighbours.
+// Vector lanes are scored rows ("tokens"): their hidden states lie transposed in panels, [H][up to kPanel tokens],
+// while an id's weight row, as it lies in memory, supplies the factors. Maximum, sum and target of a token then stay in
+// its lane, nothing is ever reduced across lanes, and no bit of a token can depend on its neighbours.
 #pragma once
 
 #include "common.h"
@@ -20,9 +20,9 @@ constexpr int kRows = 8, kVectors = 3;
 constexpr int kRows = 4, kVectors = 3;
 #endif
 constexpr int64_t kPanel = kVectors * kLanes;
-constexpr int64_t kIds = 64;  // of a tile: its logits and a panel's part of kDepth stay in the first-level cache
-// A dot product is cut into chains of this length: a part of a panel that stays in the first-level cache, and a rounding
-// error well below that of one chain.
+constexpr int64_t kIds = 64;  // of a tile: its logits for a panel stay in the first-level cache
+// A dot product is cut into chains of this length, whose sums are added up: the rounding error of one long chain would
+// exceed that of PyTorch's product, and shorter ones cost time.
 constexpr int64_t kDepth = 128;
 static_assert(kPanel % kRows == 0 && kIds % kRows == 0);
 
@@ -159,17 +159,17 @@ inline Factors weight_rows(const Matrix& weight, int64_t begin, int64_t count, f
     return {buffer, stride};
 }
 
-// Asks for the weight rows of the next tile while this one is worked on, a few cache lines at a time: they come from far
-// away, and the machine's own prefetching cannot keep up with as many rows at once.
+// Asks for weight rows that will be wanted soon, a few cache lines at a time: they come from far away, and the
+// machine's own prefetching does not keep up with as many rows at once.
 class Ahead {
   public:
-    // Of rows [begin, begin + count), to be fetched in about `steps` steps.
-    Ahead(const Matrix& weight, int64_t begin, int64_t count, int64_t steps)
-        : row_(count ? weight.element(begin, 0) : nullptr),
+    // `count` rows of `length` bytes, `stride` bytes apart, to be fetched in about `steps` steps.
+    Ahead(const void* first, int64_t count, int64_t stride, int64_t length, int64_t steps)
+        : row_(static_cast<const char*>(first)),
           rows_(count),
-          stride_(weight.bytes(weight.stride)),
-          length_(weight.bytes(weight.columns)),
-          lines_(count * parts(length_, kLine) / larger(1, steps) + 1) {}
+          stride_(stride),
+          length_(length),
+          lines_(count * parts(length, kLine) / larger(1, steps) + 1) {}
 
     MOSAIC_INLINE void step() {
         for (int64_t i = 0; i < lines_ && rows_ > 0; ++i) {
@@ -284,7 +284,8 @@ inline bool mark_kept(const LogprobInputs& in, const Tile& tile, const Tokens& t
     return any;
 }
 
-// x of the tile's ids (see linear_logprob.h), [tile.count rounded up to kRows][C kLanes]. `keep` from mark_kept or null.
+// x of the tile's ids (see linear_logprob.h), [tile.count rounded up to kRows][C kLanes]. `keep` from mark_kept or
+// null.
 template <int C>
 void logit_tile(const LogprobInputs& in, const Tile& tile, const Tokens& tokens, int64_t depth, bool pairs,
                 const int32_t* keep, Ahead& ahead, float* x) {
@@ -313,8 +314,8 @@ void logit_tile(const LogprobInputs& in, const Tile& tile, const Tokens& tokens,
 
 // Threads worth waking for `rows` scored rows.
 MOSAIC_INLINE int64_t threads_for(const LogprobInputs& in, int64_t rows) {
-    const double work = static_cast<double>(rows) * static_cast<double>(in.vocab_size + 1) *
-                        static_cast<double>(in.hidden_size + 16);
+    const double work =
+        static_cast<double>(rows) * static_cast<double>(in.vocab_size + 1) * static_cast<double>(in.hidden_size + 16);
     return useful_threads(in.threads, static_cast<int64_t>(work < 1e18 ? work : 1e18), int64_t{1} << 21);
 }
 
