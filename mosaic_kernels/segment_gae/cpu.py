@@ -14,7 +14,7 @@ _library = torch.library.Library("mosaic_kernels", "FRAGMENT")
 _library.define(
     "segment_gae(Tensor reward, Tensor value, Tensor mask, Tensor cu_seqlens, Tensor segment_trajectory, Tensor lam, "
     "Tensor? lam_critic, Tensor? bootstrap_value, Tensor gamma, str correction, bool corrected_returns, "
-    "SymInt num_trajectories) -> (Tensor, Tensor)"
+    "SymInt num_trajectories) -> Tensor"
 )
 
 
@@ -40,7 +40,7 @@ def forward(
     correction: str,
     corrected_returns: bool,
 ) -> tuple[Tensor, Tensor]:
-    return torch.ops.mosaic_kernels.segment_gae(
+    both = torch.ops.mosaic_kernels.segment_gae(
         reward,
         value,
         mask,
@@ -54,6 +54,7 @@ def forward(
         corrected_returns,
         layout.num_trajectories,
     )
+    return both[0], both[1]
 
 
 def _segment_gae(
@@ -69,12 +70,14 @@ def _segment_gae(
     correction: str,
     corrected_returns: bool,
     num_trajectories: int,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     check_values("lam", lam, segment_trajectory, num_trajectories, correction)
     if lam_critic is not None:
         check_values("lam_critic", lam_critic, segment_trajectory, num_trajectories, correction)
     reward, value = reward.float().contiguous(), value.float().contiguous()
-    advantage, returns = torch.empty_like(reward), torch.empty_like(reward)
+    # In one piece, which the C library keeps for the next call; of two, it gives the memory back after every call, and
+    # taking it anew costs as much as the kernel.
+    both = reward.new_empty(2, *reward.shape)
     # Named, so that what a pointer points at lives until the kernel is done.
     mask, cu_seqlens, segment_trajectory = mask.contiguous(), cu_seqlens.contiguous(), segment_trajectory.contiguous()
     lam = lam.contiguous()
@@ -95,16 +98,16 @@ def _segment_gae(
         correction=getattr(extension.Correction, correction),
         corrected_returns=corrected_returns,
         threads=torch.get_num_threads(),
-        advantage=advantage.data_ptr(),
-        returns=returns.data_ptr(),
+        advantage=both[0].data_ptr(),
+        returns=both[1].data_ptr(),
     )
     if orphan >= 0:
         raise_orphan(orphan, correction)
-    return advantage, returns
+    return both
 
 
-def _fake_segment_gae(reward: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return reward.new_empty(reward.shape, dtype=torch.float32), reward.new_empty(reward.shape, dtype=torch.float32)
+def _fake_segment_gae(reward: Tensor, *_: object) -> Tensor:
+    return reward.new_empty(2, *reward.shape, dtype=torch.float32)
 
 
 _library.impl("segment_gae", _segment_gae, "CPU")
