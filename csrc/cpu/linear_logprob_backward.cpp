@@ -202,19 +202,6 @@ void make_dlogits(const Backward& backward, int64_t index) {
         with_width(tokens.vectors(panel), [&](auto width) { make_dlogits(width, backward, tile, panel); });
 }
 
-template <ElementType type>
-void narrow_run(const float* source, int64_t count, char* out) {
-    constexpr int64_t size = type == ElementType::float32 ? 4 : 2;
-    for (int64_t i = 0; i < count; i += kLanes) {  // source is padded to whole vectors
-        char last[sizeof(Float)];
-        char* to = i + kLanes <= count ? out + i * size : last;
-        if constexpr (type == ElementType::float32) store(reinterpret_cast<float*>(to), load(source + i));
-        if constexpr (type == ElementType::bfloat16) store_bfloat16(reinterpret_cast<uint16_t*>(to), load(source + i));
-        if constexpr (type == ElementType::float16) store_float16(reinterpret_cast<uint16_t*>(to), load(source + i));
-        if (to == last) std::memcpy(out + i * size, last, (count - i) * size);
-    }
-}
-
 // Writes columns [panel] of the sums of ids [begin, end) of the superblock to dweight, rounded to its type.
 void write_dweight(const Backward& backward, int64_t panel, int64_t begin, int64_t end) {
     const LogprobInputs& in = backward.inputs();
@@ -223,12 +210,7 @@ void write_dweight(const Backward& backward, int64_t panel, int64_t begin, int64
     for (int64_t v = begin; v < end; ++v) {
         const float* sums = backward.dweight + panel * kPanel * backward.super() + v * columns.width(panel);
         char* to = const_cast<char*>(out.element(backward.id + v, panel * kPanel));
-        if (in.weight_type == ElementType::float32)
-            narrow_run<ElementType::float32>(sums, columns.columns(panel), to);
-        else if (in.weight_type == ElementType::bfloat16)
-            narrow_run<ElementType::bfloat16>(sums, columns.columns(panel), to);
-        else
-            narrow_run<ElementType::float16>(sums, columns.columns(panel), to);
+        narrow_run(in.weight_type, sums, columns.columns(panel), to);
     }
 }
 
@@ -367,7 +349,7 @@ void differentiate_block(const Backward& backward, bool new_tokens, int64_t thre
 
 void clear_weight_gradients(const LogprobBackward& call) {
     const LogprobInputs& in = call.inputs;
-    if (call.dweight) std::memset(call.dweight, 0, weight_matrix(in, false).bytes(in.vocab_size * in.hidden_size));
+    if (call.dweight) std::memset(call.dweight, 0, bytes_of(in.weight_type, in.vocab_size * in.hidden_size));
     if (call.dbias) std::memset(call.dbias, 0, in.vocab_size * sizeof(float));
 }
 

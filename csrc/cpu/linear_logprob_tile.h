@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common.h"
+#include "cpu/elements.h"
 #include "cpu/simd.h"
 #include "cpu/tile.h"
 #include "linear_logprob.h"
@@ -27,11 +28,6 @@ constexpr int64_t kDepth = 128;
 static_assert(kPanel % kRows == 0 && kIds % kRows == 0);
 
 constexpr float kInfinity = __builtin_inff();
-
-MOSAIC_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-MOSAIC_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-MOSAIC_INLINE int64_t parts(int64_t length, int64_t size) { return (length + size - 1) / size; }
-MOSAIC_INLINE int64_t rounded_up(int64_t length, int64_t size) { return parts(length, size) * size; }
 
 // `length` columns cut into panels of kPanel; the last one has as few vectors as hold its columns. The panels of
 // `depth` rows follow each other, each [depth][vectors kLanes].
@@ -57,25 +53,6 @@ MOSAIC_INLINE void with_width(int vectors, const Run& run) {
     run(Width<1>());
 }
 
-template <ElementType type>
-MOSAIC_INLINE Float load_as(const void* x) {
-    if constexpr (type == ElementType::float32) return load(static_cast<const float*>(x));
-    if constexpr (type == ElementType::bfloat16) return load_bfloat16(static_cast<const uint16_t*>(x));
-    if constexpr (type == ElementType::float16) return load_float16(static_cast<const uint16_t*>(x));
-}
-
-template <ElementType type>
-void widen_run(const char* source, int64_t count, float* out) {
-    constexpr int64_t size = type == ElementType::float32 ? 4 : 2;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) store(out + i, load_as<type>(source + i * size));
-    if (i == count) return;
-    float last[kLanes] = {};
-    std::memcpy(last, source + i * size, (count - i) * size);
-    store(last, load_as<type>(last));
-    std::memcpy(out + i, last, (count - i) * sizeof(float));
-}
-
 // Rows of numbers, read as 32-bit words: each a number widened to float32 or, for dot products, two bfloat16.
 struct Matrix {
     const void* data;
@@ -84,9 +61,8 @@ struct Matrix {
     bool pairs;
 
     int64_t depth() const { return pairs ? parts(columns, 2) : columns; }
-    int64_t bytes(int64_t elements) const { return elements * (type == ElementType::float32 ? 4 : 2); }
     const char* element(int64_t row, int64_t column) const {
-        return static_cast<const char*>(data) + bytes(row * stride + column);
+        return static_cast<const char*>(data) + bytes_of(type, row * stride + column);
     }
     // Words [begin, begin + count) of a row.
     void read(int64_t row, int64_t begin, int64_t count, float* out) const {
@@ -96,10 +72,7 @@ struct Matrix {
             std::memcpy(out, element(row, 2 * begin), 2 * present);
             return;
         }
-        const char* source = element(row, begin);
-        if (type == ElementType::float32) return widen_run<ElementType::float32>(source, count, out);
-        if (type == ElementType::bfloat16) return widen_run<ElementType::bfloat16>(source, count, out);
-        widen_run<ElementType::float16>(source, count, out);
+        widen_run(type, element(row, begin), count, out);
     }
 };
 
