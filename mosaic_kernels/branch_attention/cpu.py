@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mosaic_kernels._backend import available_backends, extension
+from mosaic_kernels._backend import extension
+from mosaic_kernels._cpu import ELEMENT_TYPES, refusal
 from mosaic_kernels.layout import Branches, Layout
 
 _library = torch.library.Library("mosaic_kernels", "FRAGMENT")
@@ -19,20 +20,10 @@ _library.define(f"branch_attention({_CALL}) -> (Tensor output, Tensor statistics
 _library.define(
     f"branch_attention_backward({_CALL}, Tensor output, Tensor statistics, Tensor doutput) -> (Tensor, Tensor, Tensor)"
 )
-_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> str:
-    if extension is None:
-        return available_backends()["cpu"]
-    if query.device.type != "cpu":
-        return f"the tensors are on {query.device}"
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dtype == torch.float64:
-            return f"it computes in float32, and the float64 {name} asks for float64: use backend='reference'"
-        if x.dtype not in _TYPES:
-            return f"{name} is {x.dtype}: convert it to float32, bfloat16 or float16"
-    return ""
+    return refusal(in_place=True, query=query, key=key, value=value)
 
 
 def forward(*call: Any) -> tuple[Tensor, Tensor]:
@@ -101,7 +92,7 @@ def _inputs(
         query=_pointer(query),
         key=_pointer(key),
         value=_pointer(value),
-        type=getattr(extension.ElementType, _TYPES[query.dtype]),
+        type=getattr(extension.ElementType, ELEMENT_TYPES[query.dtype]),
         cu_seqlens=cu_seqlens.data_ptr(),
         parent=0 if parent is None else parent.data_ptr(),
         prefix_length=0 if prefix_length is None else prefix_length.data_ptr(),

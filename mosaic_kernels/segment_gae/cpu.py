@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic_kernels._backend import available_backends, extension
+from mosaic_kernels._backend import extension
+from mosaic_kernels._cpu import address, as_float32, refusal
 from mosaic_kernels.layout import Layout
 from mosaic_kernels.segment_gae.lam import check_values
 from mosaic_kernels.segment_gae.reference import raise_orphan
@@ -19,13 +20,7 @@ _library.define(
 
 
 def supports(reward: Tensor, value: Tensor) -> str:
-    if extension is None:
-        return available_backends()["cpu"]
-    if reward.device.type != "cpu":
-        return f"the tensors are on {reward.device}"
-    if torch.float64 in (reward.dtype, value.dtype):
-        return "it returns float32, and float64 inputs ask for float64: use backend='reference'"
-    return ""
+    return refusal(reward=reward, value=value)
 
 
 def forward(
@@ -74,7 +69,7 @@ def _segment_gae(
     check_values("lam", lam, segment_trajectory, num_trajectories, correction)
     if lam_critic is not None:
         check_values("lam_critic", lam_critic, segment_trajectory, num_trajectories, correction)
-    reward, value = reward.float().contiguous(), value.float().contiguous()
+    reward, value = as_float32(reward), as_float32(value)
     # In one piece, which the C library keeps for the next call; of two, it gives the memory back after every call, and
     # taking it anew costs as much as the kernel.
     both = reward.new_empty(2, *reward.shape)
@@ -90,8 +85,8 @@ def _segment_gae(
         cu_seqlens=cu_seqlens.data_ptr(),
         segment_trajectory=segment_trajectory.data_ptr(),
         lam=lam.data_ptr(),
-        lam_critic=0 if lam_critic is None else lam_critic.data_ptr(),
-        bootstrap_value=0 if bootstrap_value is None else bootstrap_value.data_ptr(),
+        lam_critic=address(lam_critic),
+        bootstrap_value=address(bootstrap_value),
         num_segments=segment_trajectory.numel(),
         num_trajectories=num_trajectories,
         gamma=gamma.item(),
