@@ -36,8 +36,7 @@ def backward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _branch_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call, _alive = _inputs(query, key, value, *rest)
-    output = torch.empty(query.shape, dtype=query.dtype)
-    statistics = torch.empty((*query.shape[:2], 2), dtype=torch.float32)
+    output, statistics = _outputs(query)
     extension.branch_attention_forward(call, output=output.data_ptr(), statistics=statistics.data_ptr())
     return output, statistics
 
@@ -58,8 +57,8 @@ def _branch_attention_backward(
     call, _alive = _inputs(query, key, value, cu_seqlens, parent, prefix_length, options, window)
     output, doutput, statistics = _readable(output), _readable(doutput), statistics.contiguous()
     # Several blocks of keys add to a row of dquery: in float32, rounded when all have.
-    dquery = torch.empty(query.shape, dtype=torch.float32)
-    dkey, dvalue = torch.empty(key.shape, dtype=key.dtype), torch.empty(value.shape, dtype=value.dtype)
+    dquery = query.new_empty(query.shape, dtype=torch.float32)
+    dkey, dvalue = key.new_empty(key.shape), value.new_empty(value.shape)
     extension.branch_attention_backward(
         call,
         output=_pointer(output),
@@ -122,7 +121,7 @@ def _pointer(x: Tensor) -> tuple[int, int, int]:
     return x.data_ptr(), x.stride(0), x.stride(1)
 
 
-def _fake_branch_attention(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _outputs(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty((*query.shape[:2], 2), dtype=torch.float32)
 
 
@@ -131,7 +130,7 @@ def _fake_branch_attention_backward(query: Tensor, key: Tensor, value: Tensor, *
 
 
 for _name, _kernel, _fake in (
-    ("branch_attention", _branch_attention, _fake_branch_attention),
+    ("branch_attention", _branch_attention, _outputs),
     ("branch_attention_backward", _branch_attention_backward, _fake_branch_attention_backward),
 ):
     _library.impl(_name, _kernel, "CPU")

@@ -73,10 +73,11 @@ def _forward(
     check_values(target, active, 1.0 if temperature is None else temperature, None, total)
     row = active.nonzero().flatten()
     rows, vocab_size = row.shape[0], weight.shape[0]
-    largest = torch.empty(rows)
-    normaliser = torch.empty(rows, dtype=torch.float64)
-    weighted = torch.empty(rows if return_entropy else 0, dtype=torch.float64)
-    target_logit = torch.empty(rows)
+    # dtypes are always named, and devices taken from a tensor: the defaults are the user's to change
+    largest = hidden.new_empty(rows, dtype=torch.float32)
+    normaliser = hidden.new_empty(rows, dtype=torch.float64)
+    weighted = hidden.new_empty(rows if return_entropy else 0, dtype=torch.float64)
+    target_logit = hidden.new_empty(rows, dtype=torch.float32)
     if rows and vocab_size:
         inputs, _alive = _inputs(
             hidden, weight, bias, row, target, temperature, softcap, kept, kept_offsets, kept_whole, start
@@ -130,9 +131,9 @@ def _backward(
     # A row whose gradient from above is 0 adds nothing, whatever it holds: clipped tokens and zero advantages are free.
     row = (active & ((dlogprob != 0) if dentropy is None else (dlogprob != 0) | (dentropy != 0))).nonzero().flatten()
     rows, (vocab_size, hidden_size) = row.shape[0], weight.shape
-    dhidden_rows = torch.empty(rows if dhidden else 0, hidden_size)
-    dweight_out = torch.empty(vocab_size if dweight else 0, hidden_size, dtype=weight.dtype)
-    dbias_out = torch.empty(vocab_size if dbias else 0)
+    dhidden_rows = hidden.new_empty(rows if dhidden else 0, hidden_size, dtype=torch.float32)
+    dweight_out = weight.new_empty(vocab_size if dweight else 0, hidden_size)
+    dbias_out = weight.new_empty(vocab_size if dbias else 0, dtype=torch.float32)
     if rows and vocab_size:
         inputs, _alive = _inputs(
             hidden, weight, bias, row, target, temperature, softcap, kept, kept_offsets, kept_whole, start
@@ -180,7 +181,7 @@ def _inputs(
     vocab_size, hidden_size = weight.shape
     at = row
     if not _side_by_side(hidden):
-        hidden, at = hidden.index_select(0, row), torch.arange(row.shape[0])
+        hidden, at = hidden.index_select(0, row), torch.arange(row.shape[0], device=row.device)
     if not _side_by_side(weight):
         weight = weight.contiguous()
     bias = None if bias is None else bias.float().contiguous()
