@@ -210,7 +210,7 @@ def float64_gradients(state: Tensor, weight: Tensor, target: Tensor, upstream: T
 def target_cases(quick: bool) -> list[Case]:
     """What the targets speak of: GEMM and ours; with masks, ours of the same rows without them."""
     mine = compiled_sides(linear_logprob)
-    repeats = 4 if quick else 11
+    repeats = 4 if quick else 5
     head = {"tokens": 2048, **SMOLLM2}
     large = {"tokens": 256 if quick else 512, **QWEN3_4B}
     return [
@@ -238,7 +238,7 @@ def peer_cases(quick: bool) -> list[Case]:
         Case(
             "linear_logprob",
             problem,
-            {"tokens": 128 if quick else 1024, **SMOLLM2, "dtype": dtype},
+            {"tokens": 128 if quick else 256, **SMOLLM2, "dtype": dtype},
             sides,
             3 if quick else 5,
         ).without(SLOW if quick else ())
@@ -279,19 +279,16 @@ def error_cases(quick: bool) -> list[Case]:
 
 def memory_cases(quick: bool) -> list[Case]:
     """Memory against T V: the largest of quick is the target's."""
-    mine = compiled_sides(linear_logprob)
-    sizes = [
-        {"tokens": t, **SMOLLM2, "dtype": "bf16"} for t in ((256, 2048) if quick else (256, 512, 1024, 2048, 4096))
-    ]
-    sides = (*our_sides(linear_logprob), "eager")
+    everybody = (*our_sides(linear_logprob), "eager")
+    peers_too = (*everybody, "F.linear_cross_entropy chunked", "trl chunked", "liger chunked")
+    # others take long where they need much
+    sides = {256: everybody, 2048: compiled_sides(linear_logprob)}
     if not quick:
-        sizes.append({"tokens": 2048, "hidden": 576, "vocabulary": 151936, "dtype": "bf16"})
-        sides += ("F.linear_cross_entropy chunked", "trl chunked", "liger chunked")
+        sides = {256: peers_too, **dict.fromkeys((512, 1024, 2048, 4096), everybody)}
     return [
-        # others take long where they need much
-        Case("linear_logprob", problem, size, mine if quick and size["tokens"] == 2048 else sides)
+        Case("linear_logprob", problem, {"tokens": tokens, **SMOLLM2, "dtype": "bf16"}, who)
         for problem in (forward, forward_backward)
-        for size in sizes
+        for tokens, who in sides.items()
     ]
 
 
