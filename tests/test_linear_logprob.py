@@ -4,57 +4,18 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mosaic_kernels import Layout, linear_logprob, segment_logprob, shifted_targets
 from mosaic_kernels.linear_logprob import _MODULES
 from mosaic_kernels.testing import assert_as_accurate, runnable, value_and_grads
+from tests.logprob_cases import dense, every_backend, sample, some_kept  # noqa: F401
 
 BACKENDS = runnable(*_MODULES)
 ODDS = torch.tensor([[1.0], [2.0], [5.0]]).log()  # hidden 1 gives the probabilities 1/8, 2/8, 5/8
 ONE = torch.ones(1, 1)
 
 
-def dense(hidden, weight, target, bias=None, temperature=1.0, softcap=None, kept=None) -> tuple[Tensor, Tensor]:
-    """logprob and entropy [T] of the definition, with the full logits, in the inputs' dtype."""
-    logits = hidden @ weight.T
-    logits = logits if bias is None else logits + bias
-    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
-    logits = logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
-    if kept is not None:
-        ids, offsets = kept
-        for row in range(len(target)):
-            if chosen := ids[offsets[row] : offsets[row + 1]].tolist():
-                dropped = sorted(set(range(weight.shape[0])) - {*chosen, int(target[row])})
-                blank = torch.zeros_like(logits, dtype=torch.bool)
-                blank[row, dropped] = True
-                logits = logits.masked_fill(blank, -torch.inf)
-    logp = logits.log_softmax(dim=1)
-    entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(dim=1)
-    return logp[torch.arange(len(target)), target], entropy
-
-
-def sample(rows: int, hidden_size: int, vocab: int, dtype=torch.float64, seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    return {
-        "hidden": randn(rows, hidden_size).to(dtype),
-        "weight": randn(vocab, hidden_size).to(dtype),
-        "bias": randn(vocab).to(dtype),
-        "target": torch.randint(vocab, (rows,), generator=generator),
-    }
-
-
-def some_kept(rows: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Kept lists of 0, 1, 2, ... ids, with duplicates."""
-    lengths = torch.arange(rows) % 5
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(vocab, (int(lengths.sum()),), generator=generator)
-    return ids, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_numbers_worked_by_hand(backend):
     def probability(target: int, **options) -> float:
         return linear_logprob(ONE, ODDS, torch.tensor([target]), backend=backend, **options).logprob.exp().item()
@@ -74,7 +35,6 @@ def test_numbers_worked_by_hand(backend):
     assert entropy.item() == pytest.approx(-sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_kept_ids_worked_by_hand(backend):
     kept = (torch.tensor([2, 2, 1]), torch.tensor([0, 3, 3, 3]))
     out = linear_logprob(
@@ -83,18 +43,26 @@ def test_kept_ids_worked_by_hand(backend):
     assert out.logprob.exp().tolist() == pytest.approx([2 / 7, 2 / 8, 1 / 8])  # 2 counts once; empty: everything
     assert out.entropy[0].item() == pytest.approx(-(2 / 7 * math.log(2 / 7) + 5 / 7 * math.log(5 / 7)))
     only_target = linear_logprob(
-        ONE, ODDS, torch.tensor([0]), kept=(torch.tensor([0]), torch.tensor([0, 1])), return_entropy=True
+        ONE,
+        ODDS,
+        torch.tensor([0]),
+        kept=(torch.tensor([0]), torch.tensor([0, 1])),
+        return_entropy=True,
+        backend=backend,
     )
     assert only_target.logprob.item() == 0 and only_target.entropy.item() == 0
-    target_outside = linear_logprob(ONE, ODDS, torch.tensor([0]), kept=(torch.tensor([2]), torch.tensor([0, 1])))
+    target_outside = linear_logprob(
+        ONE, ODDS, torch.tensor([0]), kept=(torch.tensor([2]), torch.tensor([0, 1])), backend=backend
+    )
     assert target_outside.logprob.exp().item() == pytest.approx(1 / 6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows, hidden_size, vocab", [(1, 1, 1), (1, 3, 17), (5, 7, 11), (256, 4, 3), (257, 16, 101)])
 @pytest.mark.parametrize("options", ["plain", "everything"])
-def test_equals_the_definition_in_float64(backend, rows, hidden_size, vocab, options):
+def test_equals_the_definition(backend, rows, hidden_size, vocab, options):
     inputs = sample(rows, hidden_size, vocab)
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    tolerance = {} if backend == "reference" else {"rtol": 1e-5, "atol": 3e-5}
     if options == "everything":
         inputs |= {"softcap": 2.0, "temperature": torch.linspace(0.3, 2, rows).double(), "kept": some_kept(rows, vocab)}
     else:
@@ -102,14 +70,15 @@ def test_equals_the_definition_in_float64(backend, rows, hidden_size, vocab, opt
     wrt = tuple(name for name in ("hidden", "weight", "bias") if name in inputs)
     for at in (0, 1):
         fused = lambda at=at, **kw: linear_logprob(return_entropy=True, backend=backend, **kw)[at]  # noqa: E731
-        got, got_grads = value_and_grads(fused, inputs, wrt)
+        cast = {name: x.to(dtype) if name in ("temperature", *wrt) else x for name, x in inputs.items()}
+        got, got_grads = value_and_grads(fused, cast, wrt)
         want, want_grads = value_and_grads(lambda at=at, **kw: dense(**kw)[at], inputs, wrt)
-        torch.testing.assert_close(got, want)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, **tolerance)
         for name in wrt:
-            torch.testing.assert_close(got_grads[name], want_grads[name])
+            torch.testing.assert_close(got_grads[name].double(), want_grads[name], **tolerance)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_as_accurate_as_pytorch(backend, dtype):
     inputs = sample(300, 64, 501, dtype)
@@ -133,7 +102,6 @@ def test_as_accurate_as_pytorch(backend, dtype):
             assert_as_accurate(got_grads[name], own_grads[name], true_grads[name], what=f"d{name}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_float32_weight_under_bf16_autocast_and_mixed_dtypes(backend):
     inputs = sample(9, 16, 33, torch.float32)
     plain = linear_logprob(**inputs, backend=backend).logprob
@@ -167,7 +135,9 @@ def test_gradcheck(options):
     assert torch.autograd.gradcheck(both, leaves)
 
 
-def test_compiles_as_one_graph():
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_compiles_as_one_graph(backend, compiler):
     torch._dynamo.reset()
     inputs = sample(7, 5, 13, torch.float32)
     inputs["hidden"][1] = torch.nan
@@ -180,12 +150,12 @@ def test_compiles_as_one_graph():
     layout = Layout([0, 3, 7])
 
     def loss(hidden, weight, bias):
-        options = dict(bias=bias, temperature=temperature, mask=mask, kept=(ids, offsets))
+        options = dict(bias=bias, temperature=temperature, mask=mask, kept=(ids, offsets), backend=backend)
         logprob, entropy = linear_logprob(hidden, weight, inputs["target"], return_entropy=True, **options)
         score = segment_logprob(hidden, weight, inputs["target"], layout, **options)
         return torch.cat([logprob, entropy, score.value, score.total])
 
-    for step in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+    for step in (loss, torch.compile(loss, fullgraph=True, backend=compiler)):
         leaves = [inputs[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
         out = step(*leaves)
         out.square().sum().backward()
@@ -196,16 +166,29 @@ def test_compiles_as_one_graph():
         torch.testing.assert_close(got, want)
 
 
-def test_another_temperature_compiles_at_most_once_more():  # pitfall 7
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_numbers_and_lengths_compile_at_most_once_more(backend):  # pitfall 7
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(linear_logprob, fullgraph=True, backend=counter)
-    inputs = sample(4, 5, 13, torch.float32)
-    arguments = [inputs[name] for name in ("hidden", "weight", "target")]
-    for temperature in (0.5, 0.7, 0.9, 1.3):
-        got, want = (f(*arguments, temperature=temperature).logprob for f in (compiled, linear_logprob))
+    for number in (0.5, 0.7, 0.9, 1.3):
+        inputs = sample(4, 5, 13, torch.float32)
+        options = dict(temperature=number, softcap=2 * number, backend=backend)
+        got, want = (f(**inputs, **options).logprob for f in (compiled, linear_logprob))
         torch.testing.assert_close(got, want)
     assert counter.frame_count <= 2
+
+    torch._dynamo.reset()
+    counter.clear()
+    compiled = torch.compile(linear_logprob, fullgraph=True, backend=counter)
+    for rows in (4, 6, 7, 9):
+        inputs = sample(rows, 5, 13, torch.float32)
+        kept = some_kept(rows, 13)
+        inputs["hidden"].requires_grad_()
+        got, want = (f(**inputs, kept=kept, backend=backend).logprob for f in (compiled, linear_logprob))
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(x.sum(), inputs["hidden"])[0] for x in (got, want)))
+    assert counter.frame_count <= 3  # the offsets are longer by one and the ids by another number: dynamic in turn
 
 
 def test_collectives_are_not_traced():
@@ -216,7 +199,6 @@ def test_collectives_are_not_traced():
         torch.compile(score, fullgraph=True, backend="eager")(ONE)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [0, 3])
 def test_nothing_to_score_gives_zeros_and_zero_gradients(backend, rows):
     inputs = sample(rows, 4, 6, torch.float32)
@@ -234,7 +216,6 @@ def test_nothing_to_score_gives_zeros_and_zero_gradients(backend, rows):
         assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_non_contiguous_inputs(backend):
     inputs = sample(6, 8, 10, torch.float32)
     want = linear_logprob(**inputs, backend=backend).logprob
@@ -244,7 +225,6 @@ def test_non_contiguous_inputs(backend):
     torch.testing.assert_close(linear_logprob(**spread, backend=backend).logprob, want)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_each_error_names_the_argument(backend):
     hidden, weight, target = torch.randn(2, 3), torch.randn(5, 3), torch.tensor([0, 4])
 
@@ -288,13 +268,14 @@ def test_each_error_names_the_argument(backend):
             call(**options)
     with pytest.raises(ValueError, match="backend must be None or one of"):
         linear_logprob(hidden, weight, target, backend="fastest")
+    with pytest.raises(TypeError, match="grad_filter must be True or False, got 0.1"):
+        call(grad_filter=0.1)
     with pytest.raises(ValueError, match='reduction must be "mean" or "sum", got \'max\''):
         segment_logprob(hidden, weight, target, Layout([0, 2]), reduction="max")
     with pytest.raises(ValueError, match=r"hidden must have shape \[T, H\] = \[3, any\], got \[2, 3\]"):
         segment_logprob(hidden, weight, target, Layout([0, 3]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_segment_scores_worked_by_hand(backend):
     # segments: two scored tokens; none at all; one masked and one without a target; one scored token
     layout = Layout([0, 2, 2, 4, 5])

@@ -11,14 +11,14 @@ from torch import Tensor
 from mosaic_kernels._backend import pick
 from mosaic_kernels._checks import check_layout, check_tensor
 from mosaic_kernels.layout import Layout
-from mosaic_kernels.linear_logprob import reference
+from mosaic_kernels.linear_logprob import autograd, cpu, reference, triton
 from mosaic_kernels.linear_logprob.checks import active_rows, check_arguments
 from mosaic_kernels.linear_logprob.collectives import VocabShard, check_member, sum_over_ranks
 from mosaic_kernels.linear_logprob.targets import shifted_targets
 
 __all__ = ["LogprobOutput", "SegmentScore", "linear_logprob", "segment_logprob", "shifted_targets"]
 
-_MODULES = {"reference": reference}
+_MODULES = {"cpu": cpu, "triton": triton, "reference": reference}
 
 
 class LogprobOutput(NamedTuple):
@@ -40,6 +40,7 @@ def linear_logprob(
     return_entropy: bool = False,
     kept: tuple[Tensor, Tensor] | None = None,
     vocab_group: dist.ProcessGroup | None = None,
+    grad_filter: bool = False,
     backend: str | None = None,
 ) -> LogprobOutput:
     """Log-prob of one token a row under softmax(hidden @ weight.T), without the [T, V] logits.
@@ -61,6 +62,12 @@ def linear_logprob(
             top-p sampling. The target always belongs, duplicates count once, an empty row means the whole vocabulary.
         vocab_group: torch.distributed group over which weight and bias are split by rows, in rank order, unevenly if
             need be. target and kept ids are global; every other argument is the same on all ranks.
+        grad_filter: leave out of the gradients what is below the dtype's resolution: tiles of rows and ids that hold
+            no target and in which every p is below eps / V, eps being torch.finfo's of the finer of hidden's and
+            weight's dtypes. The p left out of a row then sum to less than eps. With
+            c_t = (|dlogprob_t| + |dentropy_t| log(V / eps)) / temperature_t no element of a gradient changes by more
+            than eps c_t max|weight| (dhidden[t]), eps / V sum_t c_t |hidden[t]| (dweight), eps / V sum_t c_t (dbias).
+            The values stay the same. Compiled backends only.
         backend: "reference", "cpu", "triton", "cuda", or None for the fastest that can serve the call.
 
     Returns:
@@ -76,12 +83,28 @@ def linear_logprob(
     threads the BLAS library may round dhidden differently. While torch.compile traces the reference it works on the
     whole [T, V], masked rows included.
 
+    Backend "cpu" takes float32, bf16 and fp16 in any mixture. It holds tiles of the logits alone, reads weight and
+    hidden where they lie (a copy is made of one whose rows are not contiguous, x.stride(1) != 1), and gives the same
+    bits for any number of threads. A row whose gradient from above is exactly 0, such as a clipped token, is skipped
+    in the backward pass whatever it holds; on the reference a non-finite row spoils the gradients even then. Compiled
+    backends have no second derivative.
+
+    Backend "triton" takes the same on NVIDIA GPUs from compute capability 8.0 and never waits for the device: scored
+    rows are gathered inside the kernels, and a CUDA graph can hold the call. float32 is multiplied as IEEE float32, not
+    as tf32. The logits are float32 and stay on the chip; of their gradient one chunk of ids at a time, at most an
+    eighth of the vocabulary, is kept in hidden's dtype (256 MiB, or twice [T, H] where that is more) between the two
+    products that it feeds. Rows and ids are always cut in the same way, so that a row's log-prob does not depend on the
+    others. Where neither weight nor bias takes a gradient, and no softcap, entropy or grad_filter is asked for, the
+    forward pass also makes sum_v p_v weight_v [T, H] in float32 by the same chunks, and the backward pass computes no
+    logits: two products in all instead of three.
+
     Raises:
         ValueError: wrong shape, device, temperature, softcap, or kept offsets.
-        TypeError: wrong dtype; a DTensor.
+        TypeError: wrong dtype; a DTensor; grad_filter is no bool.
         IndexError: on a scored row, a target or kept id outside the vocabulary. On a GPU, and while compiling, values
             are not inspected: such a row, or one whose temperature is not > 0, gives NaN.
-        NotImplementedError: the backend asked for cannot serve the call; torch.compile meets a vocab_group.
+        NotImplementedError: the backend asked for cannot serve the call; no compiled backend can, and grad_filter
+            asks for one; torch.compile meets a vocab_group.
 
     Source: the per-token log-prob of the policy in Mosaic Eq. 14 and 29 and in CompactionRL; the kept ids are those of
     the rollout engine's truncated sampling distribution.
@@ -92,6 +115,8 @@ def linear_logprob(
     tensor([0.1250, 0.2500, 0.6250])
     """
     check_arguments(hidden, weight, target, bias, temperature, softcap, kept)
+    if not isinstance(grad_filter, bool):
+        raise TypeError(f"grad_filter must be True or False, got {grad_filter!r}")
     active = active_rows(target, mask)
     call = dict(
         bias=bias,
@@ -100,10 +125,13 @@ def linear_logprob(
         active=active,
         return_entropy=return_entropy,
         kept=kept,
+        grad_filter=grad_filter,
         shard=VocabShard.of(weight, vocab_group),
     )
-    chosen = pick("linear_logprob", backend, _MODULES, hidden=hidden, weight=weight, target=target, **call)
-    return LogprobOutput(*chosen.linear_logprob(hidden, weight, target, **call))
+    chosen = pick("linear_logprob", backend, _MODULES, hidden=hidden, weight=weight)
+    if chosen is reference:
+        return LogprobOutput(*reference.linear_logprob(hidden, weight, target, **call))
+    return LogprobOutput(*autograd.linear_logprob(chosen, hidden, weight, target, **call))
 
 
 class SegmentScore(NamedTuple):
@@ -128,6 +156,7 @@ def segment_logprob(
     mask: Tensor | None = None,
     kept: tuple[Tensor, Tensor] | None = None,
     vocab_group: dist.ProcessGroup | None = None,
+    grad_filter: bool = False,
     backend: str | None = None,
 ) -> SegmentScore:
     """Log-prob of each segment's scored tokens: their mean or their sum.
@@ -136,7 +165,8 @@ def segment_logprob(
         value_s = total_s / count_s ("mean") or total_s ("sum");   0 where count_s is 0
 
     Args:
-        hidden, weight, target, bias, temperature, softcap, mask, kept, vocab_group, backend: as in `linear_logprob`.
+        hidden, weight, target, bias, temperature, softcap, mask, kept, vocab_group, grad_filter, backend: as in
+            `linear_logprob`.
         layout: T tokens in S segments. A token is scored if the mask has it and its target is not -100.
         reduction: "mean" or "sum".
         group: torch.distributed group over whose ranks the rows of the S segments are spread (sequence or context
@@ -175,6 +205,7 @@ def segment_logprob(
         mask=mask,
         kept=kept,
         vocab_group=vocab_group,
+        grad_filter=grad_filter,
         backend=backend,
     ).logprob
     lengths = layout.lengths.to(hidden.device)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mosaic_kernels.linear_logprob.checks import check_values, usable_temperature
 from mosaic_kernels.linear_logprob.collectives import VocabShard
+from mosaic_kernels.linear_logprob.kept import lists_of
 
 # Every GEMM has this many rows, the last one padded: how a GEMM rounds a row may depend on its number of rows.
 CHUNK_ROWS = 256
@@ -31,9 +32,15 @@ def linear_logprob(
     active: Tensor,
     return_entropy: bool,
     kept: tuple[Tensor, Tensor] | None,
+    grad_filter: bool,
     shard: VocabShard,
 ) -> tuple[Tensor, Tensor | None]:
     """logprob [T] and entropy [T] or None; 0 outside `active`."""
+    if grad_filter:
+        raise NotImplementedError(
+            "linear_logprob: the reference leaves nothing out of a gradient: pass grad_filter=False, or tensors that a "
+            f"compiled backend takes (hidden is {hidden.dtype} on {hidden.device}, weight {weight.dtype})"
+        )
     compiling = torch.compiler.is_compiling()
     if not compiling and hidden.device.type == "cpu":
         check_values(target, active, temperature, kept, int(shard.total))
@@ -60,7 +67,7 @@ def _score_chunks(hidden, head, target, temperature, kept, active, options) -> l
     rows = torch.cat([index, index[-1:].expand(-count % CHUNK_ROWS)])
     shard = options[-1]
     compact = shard.replicated(hidden[rows].to(head[0].dtype))
-    ids, offsets = (None, None) if kept is None else _gather_kept(kept, rows)
+    ids, offsets = (None, None) if kept is None else lists_of(rows, *kept)
     parts = []
     for at in range(0, max(count, 1), CHUNK_ROWS):  # one empty chunk if no row is active: zero gradients, not None
         chunk = rows[at : at + CHUNK_ROWS]
@@ -88,15 +95,6 @@ def _score_in_place(hidden, head, target, temperature, kept, active, options) ->
     temperature = None if temperature is None else torch.where(active, temperature, 1.0)
     outputs = _score_rows(hidden, *head, target, temperature, kept, *options, active=active)
     return [torch.where(active, output, 0.0) for output in outputs]
-
-
-def _gather_kept(kept: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The kept ids of `rows`, in that order: (ids, offsets [len(rows)+1])."""
-    ids, starts = kept
-    lengths = starts.diff()[rows]
-    offsets = F.pad(lengths.cumsum(0), (1, 0))
-    shift = torch.repeat_interleave(starts[rows] - offsets[:-1], lengths)
-    return ids[shift + torch.arange(shift.shape[0], device=ids.device)], offsets
 
 
 def _score_rows(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mosaic_kernels import Layout, linear_logprob, shifted_targets
-from mosaic_kernels.linear_logprob import _MODULES
-from mosaic_kernels.testing import runnable
-
-BACKENDS = runnable(*_MODULES)
-backends = pytest.mark.parametrize("backend", BACKENDS)
+from mosaic_kernels._backend import extension
+from tests.logprob_cases import every_backend  # noqa: F401
 
 
 def sample(rows: int, hidden_size: int, vocab: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -33,7 +31,6 @@ def gradients(inputs: dict[str, torch.Tensor], names: tuple[str, ...], **options
     return {name: leaves[name].grad for name in names}
 
 
-@backends
 def test_1_columns_past_the_vocabulary_stay_out_of_the_sum(backend):
     inputs = sample(5, 128, 1100)
     inputs["weight"] = -inputs["weight"].abs()  # all logits below 0: a padded logit of 0 would outweigh them
@@ -47,7 +44,41 @@ def test_1_columns_past_the_vocabulary_stay_out_of_the_sum(backend):
     assert certain.logprob.item() == 0.0  # and never above
 
 
-@backends
+@pytest.mark.skipif(extension is None, reason="the compiled extension is not built")
+def test_2_offsets_beyond_32_bits():
+    """Rows 2^30 and more elements apart, in memory that is never touched between them."""
+    far = 2**30
+    memory = torch.empty(2 * far + 8, dtype=torch.bfloat16)
+    near = sample(3, 8, 3)
+    want = {name: near[name].bfloat16() for name in ("hidden", "weight")} | {"target": near["target"]}
+    spread = dict(want)
+    expected = linear_logprob(**want, backend="cpu").logprob
+    expected_gradients = gradients(want, ("hidden", "weight"), backend="cpu")
+    for name in ("hidden", "weight"):
+        view = memory.as_strided((3, 8), (far, 1)).copy_(want[name])
+        spread = {**want, name: view}
+        assert torch.equal(linear_logprob(**spread, backend="cpu").logprob, expected)
+        leaves = {k: v.detach().requires_grad_(k != "target") for k, v in spread.items()}
+        out = linear_logprob(**leaves, return_entropy=True, backend="cpu")
+        (out.logprob.sum() + out.entropy.sum()).backward()
+        for leaf, gradient in expected_gradients.items():
+            assert torch.equal(leaves[leaf].grad, gradient)
+
+
+@pytest.mark.skipif(extension is None, reason="the compiled extension is not built")
+def test_2_more_elements_than_32_bits_count():
+    """T V, T H and V H each beyond 2^31, without the memory: one row of hidden and of weight, repeated."""
+    rows, vocab, hidden_size = 2**21, 2**20, 2**11 + 1
+    hidden = torch.full((1, hidden_size), 0.5).expand(rows, hidden_size)
+    weight = torch.zeros(1, hidden_size).expand(vocab, hidden_size)
+    mask = torch.zeros(rows, dtype=torch.bool)
+    mask[-1] = True
+    target = torch.full((rows,), vocab - 1)
+    out = linear_logprob(hidden, weight, target, mask=mask, return_entropy=True, backend="cpu")
+    for x, want in ((out.logprob, -math.log(vocab)), (out.entropy, math.log(vocab))):
+        assert x[-1].item() == pytest.approx(want) and x[:-1].abs().sum() == 0
+
+
 def test_3_minus_infinity_logits(backend):
     inputs = sample(4, 6, 9)
     inputs["bias"] = torch.zeros(9)
@@ -68,7 +99,13 @@ def test_3_minus_infinity_logits(backend):
     assert out.logprob[1:].isfinite().all()
 
 
-@backends
+def test_4_more_rows_than_a_grid_dimension_holds(backend):
+    inputs = sample(70_000, 2, 3)
+    logprob = linear_logprob(**inputs, backend=backend).logprob
+    want = (inputs["hidden"] @ inputs["weight"].T).log_softmax(1).gather(1, inputs["target"][:, None])[:, 0]
+    torch.testing.assert_close(logprob, want)
+
+
 def test_5_a_row_alone_has_the_bits_it_has_in_a_batch(backend):
     inputs = sample(300, 576, 1100)
     inputs["temperature"] = torch.linspace(0.5, 1.5, 300)
@@ -94,7 +131,6 @@ def test_5_a_row_alone_has_the_bits_it_has_in_a_batch(backend):
             assert torch.equal(linear_logprob(**one, return_entropy=True, backend=backend)[at][0], full[at][row])
 
 
-@backends
 def test_5_gradients_repeat_bit_by_bit_and_dhidden_does_not_see_the_batch(backend):
     inputs = sample(260, 32, 203)
     first, second = (gradients(inputs, ("hidden", "weight"), backend=backend) for _ in range(2))
@@ -103,7 +139,16 @@ def test_5_gradients_repeat_bit_by_bit_and_dhidden_does_not_see_the_batch(backen
     assert torch.equal(gradients(one, ("hidden",), backend=backend)["hidden"][0], first["hidden"][17])
 
 
-@backends
+def test_6_small_weight_gradients_add_up(backend):
+    # 4096 rows give 1/2 each: a bf16 sum would stop growing at 256
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
+    target = torch.zeros(4096, dtype=torch.int64)
+    linear_logprob(hidden, weight, target, bias=bias, backend=backend).logprob.sum().backward()
+    assert weight.grad.flatten().tolist() == [2048.0, -2048.0] and bias.grad.tolist() == [2048.0, -2048.0]
+
+
 def test_8_nothing_of_a_masked_row_leaks(backend):
     inputs = sample(4, 6, 9)
     inputs["bias"] = torch.randn(9, generator=torch.Generator().manual_seed(2))
@@ -127,7 +172,6 @@ def test_14_labels_stay_inside_their_segment():
     assert shifted_targets(torch.tensor([1, 2, 3, 4, 5]), Layout([0, 3, 5])).tolist() == [2, 3, -100, 5, -100]
 
 
-@backends
 def test_15_temperature_a_row_reaches_logprob_and_entropy(backend):
     inputs = sample(3, 6, 9)
     temperature = torch.tensor([0.5, 1.0, 2.0])
@@ -140,7 +184,6 @@ def test_15_temperature_a_row_reaches_logprob_and_entropy(backend):
     assert out.entropy[0] != linear_logprob(**inputs, return_entropy=True, backend=backend).entropy[0]
 
 
-@backends
 def test_16_truncated_sampling_is_scored_over_its_own_ids(backend):
     inputs = sample(50, 6, 9)
     logits = inputs["hidden"] @ inputs["weight"].T / 0.7
@@ -153,26 +196,46 @@ def test_16_truncated_sampling_is_scored_over_its_own_ids(backend):
     assert (got > linear_logprob(**inputs, temperature=0.7, backend=backend).logprob).all()
 
 
-@backends
 def test_17_no_entropy_unless_asked_for(backend):
     assert linear_logprob(**sample(3, 6, 9), backend=backend).entropy is None
 
 
-@backends
-def test_18_masked_rows_cost_no_gemm(backend):
+def test_18_masked_rows_cost_no_gemm(backend, monkeypatch):
     inputs = sample(3000, 8, 50)
     inputs["hidden"].requires_grad_()
+    rows = 0
+    for name in ("linear_logprob_forward", "linear_logprob_backward"):
 
-    def flops(every: int) -> int:
+        def counting(call, run, **addresses):
+            nonlocal rows
+            rows += call.num_rows
+            run(call, **addresses)
+
+        if backend == "cpu":
+            monkeypatch.setattr(extension, name, partial(counting, run=getattr(extension, name)))
+    if backend == "triton":
+        from mosaic_kernels.linear_logprob import triton_launch
+
+        def listing(*call, run=triton_launch.rows_of):
+            nonlocal rows
+            listed = run(*call)
+            rows += int(listed.count)
+            return listed
+
+        monkeypatch.setattr(triton_launch, "rows_of", listing)
+
+    def work(every: int) -> int:
+        """Operations of PyTorch's GEMMs, or the rows that the kernels were given."""
+        nonlocal rows
+        rows = 0
         with FlopCounterMode(display=False) as counter:
             mask = torch.arange(3000) % every == 0
             linear_logprob(**inputs, mask=mask, backend=backend).logprob.sum().backward()
-        return counter.get_total_flops()
+        return rows or counter.get_total_flops()
 
-    assert flops(1) >= 10 * flops(12) > 0
+    assert work(1) >= 10 * work(12) > 0
 
 
-@backends
 def test_18_only_scored_rows_reach_memory(backend):
     """No tensor as large as [T, V] is made, in the forward or the backward pass."""
     inputs = sample(2000, 4, 1000)
