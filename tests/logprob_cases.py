@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mosaic_kernels.testing import instruction_set, instruction_sets
+from mosaic_kernels.testing import instruction_set, instruction_sets, runnable
 
 
-@pytest.fixture(name="backend", params=["reference", *(f"cpu {name}" for name in instruction_sets())])
+@pytest.fixture(
+    name="backend", params=[*runnable("reference", "triton"), *(f"cpu {name}" for name in instruction_sets())]
+)
 def every_backend(request) -> Iterator[str]:
     """Every backend; "cpu" once with each of its instruction sets."""
     name, _, chosen = request.param.partition(" ")
