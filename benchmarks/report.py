@@ -25,7 +25,7 @@ from benchmarks.targets import Verdict, evaluate, targets
 
 RESULTS = ROOT / "benchmarks" / "results"
 # From here on a quick run leaves out what no target needs; what runs then still has to end within three minutes.
-QUICK_SECONDS = 145.0
+QUICK_SECONDS = 155.0
 QUICK_SIDE_SECONDS, FULL_SIDE_SECONDS = 2.5, 30.0
 
 

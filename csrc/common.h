@@ -7,6 +7,12 @@
 
 namespace mosaic {
 
+[[gnu::always_inline]] inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+[[gnu::always_inline]] inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+// How many parts of `size` make `length`, the last one perhaps shorter; and the length that they fill.
+[[gnu::always_inline]] inline int64_t parts(int64_t length, int64_t size) { return (length + size - 1) / size; }
+[[gnu::always_inline]] inline int64_t rounded_up(int64_t length, int64_t size) { return parts(length, size) * size; }
+
 // Runs task(context, 0) .. task(context, count - 1) on up to `threads` threads, each index once.
 void run_tasks(int64_t count, int64_t threads, void (*task)(const void* context, int64_t index), const void* context);
 

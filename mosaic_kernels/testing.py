@@ -63,7 +63,13 @@ def instruction_sets() -> list[str]:
 
 @contextmanager
 def instruction_set(name: str) -> Iterator[None]:
-    """Inside, the "cpu" backend uses this instruction set, one of `instruction_sets()`, instead of the best."""
+    """Inside, the "cpu" backend uses this instruction set, one of `instruction_sets()`, instead of the best.
+
+    ValueError if it is none of them.
+    """
+    if name not in instruction_sets():
+        available = ", ".join(instruction_sets()) or "none, for the extension is not built"
+        raise ValueError(f"name must be one of {available}, got {name!r}")
     before = extension.instruction_set()
     extension.use_instruction_set(extension.InstructionSet.__members__[name])
     try:

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
+from mosaic_kernels._backend import extension
 from mosaic_kernels.testing import instruction_set, instruction_sets, runnable
 
+# The last set once more with its dot products of bfloat16, which are on by themselves on AMD's processors only.
+CPU_VARIANTS = instruction_sets()
+if "avx512_bf16" in CPU_VARIANTS:
+    CPU_VARIANTS.append("avx512_bf16+dot")
 
-@pytest.fixture(
-    name="backend", params=[*runnable("reference", "triton"), *(f"cpu {name}" for name in instruction_sets())]
-)
+
+@contextmanager
+def cpu_variant(name: str) -> Iterator[None]:
+    """Inside, backend "cpu" runs as `name`, one of CPU_VARIANTS, says; without dot products unless it names them."""
+    chosen, _, dot = name.partition("+")
+    before = extension.bfloat16_dot()
+    with instruction_set(chosen):
+        extension.use_bfloat16_dot(bool(dot))
+        try:
+            yield
+        finally:
+            extension.use_bfloat16_dot(before)
+
+
+@pytest.fixture(name="backend", params=[*runnable("reference", "triton"), *(f"cpu {name}" for name in CPU_VARIANTS)])
 def every_backend(request) -> Iterator[str]:
-    """Every backend; "cpu" once with each of its instruction sets."""
-    name, _, chosen = request.param.partition(" ")
-    if not chosen:
+    """Every backend; "cpu" once in each of its variants."""
+    name, _, variant = request.param.partition(" ")
+    if not variant:
         yield name
         return
-    with instruction_set(chosen):
+    with cpu_variant(variant):
         yield name
 
 

@@ -297,3 +297,19 @@ def test_other_numbers_compile_at_most_once_more():  # pitfall 7
         for x, y in zip(torch.autograd.grad(got.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)):
             assert torch.equal(x, y)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("same", ["qk", "qv", "kv", "qkv"])
+def test_one_tensor_given_twice_compiles_and_gets_both_gradients(same):
+    torch._dynamo.reset()
+    layout = Layout.from_lengths([7, 4])
+    given = dict(zip("qkv", (x.requires_grad_() for x in draw(layout, dtype=torch.float32))))
+    given |= {name: given[same[0]] for name in same}
+    compiled = torch.compile(branch_attention, fullgraph=True, backend="aot_eager")
+    truth = [x.detach().double().requires_grad_() for x in given.values()]
+    branch_attention(*truth, layout, backend="reference").sum().backward()
+    for attend in (branch_attention, compiled):
+        out = attend(*given.values(), layout, backend="cpu")
+        for leaf, gradient in zip("qkv", torch.autograd.grad(out.sum(), list(given.values()))):
+            parts = [x.grad for name, x in zip("qkv", truth) if given[name] is given[leaf]]
+            torch.testing.assert_close(gradient.double(), sum(parts), rtol=1e-5, atol=1e-5)

@@ -11,7 +11,7 @@ import torch
 
 from mosaic_kernels import Layout, linear_logprob, segment_logprob
 from mosaic_kernels._backend import extension
-from tests.logprob_cases import sample, some_kept
+from tests.logprob_cases import CPU_VARIANTS, cpu_variant, sample, some_kept
 
 pytestmark = pytest.mark.skipif(extension is None, reason="the compiled extension is not built")
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,8 +36,24 @@ def test_what_it_cannot_serve():
         linear_logprob(**inputs, backend="cpu")
     assert linear_logprob(**inputs).logprob.dtype == torch.float64  # None goes to the reference
     small = inputs["weight"].to(torch.float8_e4m3fn)
-    with pytest.raises(NotImplementedError, match="takes float32, bfloat16 and float16, and weight is torch.float8"):
+    with pytest.raises(NotImplementedError, match="weight is torch.float8_e4m3fn: convert it to float32"):
         linear_logprob(inputs["hidden"].float(), small, inputs["target"], backend="cpu")
+
+
+@pytest.mark.skipif("avx512_bf16+dot" not in CPU_VARIANTS, reason="this processor has no dot products of bfloat16")
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float16, torch.float32])
+def test_dot_products_take_over_where_both_are_bfloat16(other):
+    inputs = sample(40, 200, 300, torch.bfloat16)
+    inputs["weight"] = inputs["weight"].to(other)
+    results = []
+    for variant in ("avx512_bf16", "avx512_bf16+dot"):
+        leaves = {k: v.clone().requires_grad_(k in ("hidden", "weight")) for k, v in inputs.items()}
+        with cpu_variant(variant):
+            out = linear_logprob(**leaves, backend="cpu").logprob
+            out.sum().backward()
+        results.append((out, leaves["hidden"].grad, leaves["weight"].grad))
+    # Sums of other pairs: their roundings show which were in use.
+    assert [torch.equal(*both) for both in zip(*results)] == [other != torch.bfloat16] * 3
 
 
 def test_no_second_derivative():
@@ -81,6 +97,16 @@ def test_a_compiled_call_checks_its_values():
     inputs["target"][1] = 5
     with pytest.raises(IndexError, match=r"target of row 1 is 5, outside the vocabulary \[0, 5\)"):
         compiled(**inputs, backend="cpu")
+
+
+def test_a_weight_that_is_also_the_hidden_compiles_and_gets_both_gradients():
+    torch._dynamo.reset()
+    both, target = sample(7, 5, 7, torch.float32)["hidden"].requires_grad_(), torch.arange(7).flip(0)
+    copies = [both.detach().double().requires_grad_() for _ in range(2)]
+    linear_logprob(*copies, target).logprob.sum().backward()
+    for score in (linear_logprob, torch.compile(linear_logprob, fullgraph=True, backend="aot_eager")):
+        (gradient,) = torch.autograd.grad(score(both, both, target, backend="cpu").logprob.sum(), both)
+        torch.testing.assert_close(gradient.double(), copies[0].grad + copies[1].grad, rtol=1e-5, atol=1e-5)
 
 
 MEMORY = """

@@ -9,18 +9,18 @@ import torch
 
 from mosaic_kernels import linear_logprob
 from mosaic_kernels._backend import extension
-from mosaic_kernels.testing import assert_as_accurate, instruction_set, instruction_sets, value_and_grads
-from tests.logprob_cases import dense, sample, some_kept
+from mosaic_kernels.testing import assert_as_accurate, value_and_grads
+from tests.logprob_cases import CPU_VARIANTS, cpu_variant, dense, sample, some_kept
 
 pytestmark = pytest.mark.skipif(extension is None, reason="the compiled extension is not built")
 NAMES = ("hidden", "weight", "bias")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=instruction_sets(), autouse=True)
-def every_instruction_set(request):
-    with instruction_set(request.param):
-        yield
+@pytest.fixture(params=CPU_VARIANTS, autouse=True)
+def variant(request):
+    with cpu_variant(request.param):
+        yield request.param
 
 
 def run(inputs: dict, wrt=NAMES, **options) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

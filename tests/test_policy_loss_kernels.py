@@ -274,6 +274,23 @@ def test_the_entropys_gradient_has_its_dtype():
     assert entropy.grad.dtype == logprob.grad.dtype == torch.bfloat16 and loss.dtype == torch.float32
 
 
+def test_one_tensor_given_for_all_compiles_and_gets_the_sum_of_its_gradients():
+    torch._dynamo.reset()
+    layout = random_layout([9, 4])
+    leaf = random_inputs(layout)[0]["logprob"].requires_grad_()
+
+    def loss(x, entropy, constant, backend):
+        terms = {"kl": KLPenalty(constant, 0.3, "k3"), "entropy_bonus": EntropyBonus(entropy, 0.2)}
+        options = {"token_weight": constant, "importance_weight": constant, **terms}
+        return policy_loss(x, constant, constant, layout, **options, backend=backend).loss
+
+    copies = [leaf.detach().double().requires_grad_() for _ in range(3)]
+    want = sum(torch.autograd.grad(loss(*copies, "reference"), copies[:2]))
+    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        (gradient,) = torch.autograd.grad(run(leaf, leaf, leaf, "cpu"), leaf)
+        torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("objective", ["clip", "cispo", "sao", "reinforce"])
 def test_opcheck(objective):
     layout = random_layout([5, 0, 9], trajectories=2)

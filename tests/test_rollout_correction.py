@@ -236,6 +236,6 @@ def test_errors(change, error, message):
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the compiled extension is not built")
 def test_float64_is_for_the_reference():
-    with pytest.raises(NotImplementedError, match="a float64 logprob asks for float64: use backend='reference'"):
+    with pytest.raises(NotImplementedError, match="the float64 logprob asks for float64: use backend='reference'"):
         rollout_correction(ROLLOUT, ROLLOUT, LAYOUT, backend="cpu")
     assert rollout_correction(ROLLOUT, ROLLOUT, LAYOUT).weight.dtype == torch.float64

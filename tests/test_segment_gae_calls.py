@@ -199,7 +199,7 @@ def test_backends_that_cannot_serve_say_why():
     with pytest.raises(ValueError, match="backend must be None or one of"):
         segment_gae(x, x, layout, backend="gpu")
     if "cpu" in BACKENDS:
-        with pytest.raises(NotImplementedError, match="float64 inputs ask for float64: use backend='reference'"):
+        with pytest.raises(NotImplementedError, match="the float64 reward asks for float64: use backend='reference'"):
             segment_gae(x.double(), x, layout, backend="cpu")
 
 

@@ -266,6 +266,6 @@ def test_errors(change, error, message):
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the compiled extension is not built")
 def test_float64_is_for_the_reference():
     x = torch.zeros(3, dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match="a float64 value asks for float64: use backend='reference'"):
+    with pytest.raises(NotImplementedError, match="the float64 value asks for float64: use backend='reference'"):
         value_loss(x, None, x, Layout([0, 3]), backend="cpu")
     assert value_loss(x, None, x, Layout([0, 3])).loss.dtype == torch.float64

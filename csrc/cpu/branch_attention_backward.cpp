@@ -207,7 +207,7 @@ class Task {
         const int64_t token = segment.begin + first_key, count = smaller(kKeys, segment.length - first_key);
         load_keys(call_, call_.key, token, count, key_head_, memory_);
         load_keys(call_, call_.value, token, count, key_head_, memory_ + at_.values);
-        const int64_t used = round_up(count, kRows) * pitch;
+        const int64_t used = rounded_up(count, kRows) * pitch;
         std::memset(memory_ + at_.dkey, 0, static_cast<size_t>(used) * sizeof(float));
         std::memset(memory_ + at_.dvalue, 0, static_cast<size_t>(used) * sizeof(float));
         const int64_t inherited = (segment.prefix + kKeys - 1) / kKeys;  // blocks of the parent come before its own

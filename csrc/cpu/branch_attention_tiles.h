@@ -8,6 +8,7 @@
 
 #include "branch_attention.h"
 #include "common.h"
+#include "cpu/elements.h"
 #include "cpu/tile.h"
 
 namespace mosaic::MOSAIC_ISA {
@@ -26,73 +27,24 @@ constexpr int64_t kPanel = kWide * kLanes;
 // Packed rows of a head are padded with zeros to a multiple of this, which kRows and kLanes divide.
 constexpr int64_t kPad = 16;
 
-MOSAIC_INLINE int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
-MOSAIC_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-MOSAIC_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-MOSAIC_INLINE int64_t padded_size(const AttentionInputs& call) { return round_up(call.head_size, kPad); }
+MOSAIC_INLINE int64_t padded_size(const AttentionInputs& call) { return rounded_up(call.head_size, kPad); }
 
 // Floats from one packed row to the next. A cache line more than needed, so that rows of a power of two do not fall
 // into the same few sets of the cache.
 MOSAIC_INLINE int64_t row_pitch(const AttentionInputs& call) { return padded_size(call) + kPad; }
 
-template <ElementType type>
-MOSAIC_INLINE Float load_as(const void* x) {
-    if constexpr (type == ElementType::float32) return load(static_cast<const float*>(x));
-    if constexpr (type == ElementType::bfloat16) return load_bfloat16(static_cast<const uint16_t*>(x));
-    if constexpr (type == ElementType::float16) return load_float16(static_cast<const uint16_t*>(x));
-}
-
-template <ElementType type>
-MOSAIC_INLINE void store_as(void* x, Float value) {
-    if constexpr (type == ElementType::float32) store(static_cast<float*>(x), value);
-    if constexpr (type == ElementType::bfloat16) store_bfloat16(static_cast<uint16_t*>(x), value);
-    if constexpr (type == ElementType::float16) store_float16(static_cast<uint16_t*>(x), value);
-}
-
-template <ElementType type>
-constexpr int64_t kBytes = type == ElementType::float32 ? 4 : 2;
-
-// out[0, padded) = x[0, size) in float32, then zeros.
-template <ElementType type>
-void widen(const char* x, int64_t size, int64_t padded, float* out) {
-    int64_t at = 0;
-    for (; at + kLanes <= size; at += kLanes) store(out + at, load_as<type>(x + at * kBytes<type>));
-    for (; at < padded; at += kLanes) {
-        char tail[kLanes * kBytes<type>] = {};
-        if (at < size) std::memcpy(tail, x + at * kBytes<type>, (size - at) * kBytes<type>);
-        store(out + at, load_as<type>(tail));
-    }
-}
-
-template <ElementType type>
-void narrow_to(char* out, int64_t size, const float* x) {
-    int64_t at = 0;
-    for (; at + kLanes <= size; at += kLanes) store_as<type>(out + at * kBytes<type>, load(x + at));
-    if (at == size) return;
-    char tail[kLanes * kBytes<type>];
-    store_as<type>(tail, load(x + at));
-    std::memcpy(out + at * kBytes<type>, tail, (size - at) * kBytes<type>);
-}
-
 // out[0, padded) = the elements of one token's head, then zeros.
 MOSAIC_INLINE void load_head(const AttentionInputs& call, const HeadTensor& x, int64_t token, int64_t head,
                              float* out) {
     const int64_t offset = token * x.token_stride + head * x.head_stride, size = call.head_size;
-    const int64_t padded = padded_size(call);
-    const char* bytes = static_cast<const char*>(x.data);
-    if (call.type == ElementType::float32) widen<ElementType::float32>(bytes + 4 * offset, size, padded, out);
-    if (call.type == ElementType::bfloat16) widen<ElementType::bfloat16>(bytes + 2 * offset, size, padded, out);
-    if (call.type == ElementType::float16) widen<ElementType::float16>(bytes + 2 * offset, size, padded, out);
+    widen_run(call.type, static_cast<const char*>(x.data) + bytes_of(call.type, offset), size, out);
+    std::memset(out + size, 0, (padded_size(call) - size) * sizeof(float));
 }
 
 // Rounds a row of floats into place `index` of a contiguous array of heads.
 MOSAIC_INLINE void store_head(const AttentionInputs& call, void* out, int64_t index, const float* x) {
-    const int64_t offset = index * call.head_size, size = call.head_size;
-    char* bytes = static_cast<char*>(out);
-    if (call.type == ElementType::float32) narrow_to<ElementType::float32>(bytes + 4 * offset, size, x);
-    if (call.type == ElementType::bfloat16) narrow_to<ElementType::bfloat16>(bytes + 2 * offset, size, x);
-    if (call.type == ElementType::float16) narrow_to<ElementType::float16>(bytes + 2 * offset, size, x);
+    const int64_t offset = bytes_of(call.type, index * call.head_size);
+    narrow_run(call.type, x, call.head_size, static_cast<char*>(out) + offset);
 }
 
 // Packs `count` tokens of one key-value head, and rows of zeros up to a multiple of kRows: [rows, row_pitch].
@@ -100,7 +52,7 @@ void load_keys(const AttentionInputs& call, const HeadTensor& x, int64_t token, 
                float* out) {
     const int64_t pitch = row_pitch(call);
     for (int64_t row = 0; row < count; ++row) load_head(call, x, token + row, head, out + row * pitch);
-    std::memset(out + count * pitch, 0, (round_up(count, kRows) - count) * pitch * sizeof(float));
+    std::memset(out + count * pitch, 0, (rounded_up(count, kRows) - count) * pitch * sizeof(float));
 }
 
 // a and b riffled like two halves of a deck of cards: the first and the second half of the result.
@@ -302,7 +254,7 @@ inline int64_t attention_threads(const AttentionInputs& call, double products) {
 // floats of scratch for itself.
 template <class Task>
 MOSAIC_INLINE void run_with_scratch(int64_t count, int64_t threads, int64_t floats, const Task& task) {
-    const int64_t workers = larger(smaller(threads, count), 1), pitch = round_up(floats, 16);
+    const int64_t workers = larger(smaller(threads, count), 1), pitch = rounded_up(floats, 16);
     const Buffer memory(static_cast<size_t>(workers * pitch) * sizeof(float));
     int64_t next = 0;
     parallel_for(workers, workers, [&](int64_t worker) {

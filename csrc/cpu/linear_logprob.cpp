@@ -89,14 +89,14 @@ void add_tile(const float* x, int64_t count, float* largest, float* sum, float* 
 
 template <int C>
 void score_panel(Width<C>, const Forward& forward, const Tile& tile, int64_t panel, int64_t chunk,
-                 const Scratch& scratch, int64_t* cursor, Ahead& ahead) {
+                 const Scratch& scratch, int64_t* cursor) {
     const LogprobInputs& in = forward.call.inputs;
     const Plan& plan = forward.plan;
     const int64_t at = panel * kPanel;  // in the tokens held
     const Tokens tokens{forward.begin + at, smaller(kPanel, forward.count - at), forward.panels + at * plan.depth};
     if (in.kept && !mark_kept(in, tile, tokens, C * kLanes, cursor, scratch.keep)) return;
     float* x = scratch.logits;
-    logit_tile<C>(in, tile, tokens, plan.depth, plan.pairs, in.kept ? scratch.keep : nullptr, ahead, x);
+    logit_tile<C>(in, tile, tokens, plan.depth, plan.pairs, in.kept ? scratch.keep : nullptr, x);
     for (int64_t i = 0; i < tokens.count; ++i) {
         const uint64_t v = static_cast<uint64_t>(in.target[tokens.begin + i]) - static_cast<uint64_t>(tile.begin);
         if (v < static_cast<uint64_t>(tile.count)) forward.call.target_logit[tokens.begin + i] = x[v * C * kLanes + i];
@@ -126,14 +126,12 @@ void score_chunk(const Forward& forward, int64_t block, int64_t chunk, const Scr
     if (in.kept) seek_kept(in, forward.begin + first, count, begin, scratch.cursor);
     for (int64_t id = begin; id < end; id += kIds) {
         const int64_t ids = smaller(kIds, end - id);
-        const Tile tile{id, ids, weight_rows(plan.weight, id, ids, scratch.weight)};
-        const int64_t next = smaller(kIds, end - id - ids);
-        Ahead ahead(next ? plan.weight.element(id + ids, 0) : nullptr, next, plan.weight.bytes(plan.weight.stride),
-                    plan.weight.bytes(plan.weight.columns), panels.count() * tile_steps(ids, plan.depth));
+        read_weight_rows(plan.weight, id, ids, scratch.weight);
+        const Tile tile{id, ids, scratch.weight};
         for (int64_t panel = 0; panel < panels.count(); ++panel)
             with_width(panels.vectors(panel), [&](auto width) {
                 score_panel(width, forward, tile, first / kPanel + panel, chunk, scratch,
-                            scratch.cursor + panel * kPanel, ahead);
+                            scratch.cursor + panel * kPanel);
             });
     }
 }
@@ -168,7 +166,7 @@ void linear_logprob_forward(const LogprobForward& call) {
     const Plan plan = make_plan(in);
     const int64_t held = smaller(plan.held, rounded_up(in.num_rows, kPanel)), state = plan.chunks * plan.held;
     const int64_t threads = threads_for(in, in.num_rows);
-    const int64_t weight_words = kIds * copied_stride(plan.depth);
+    const int64_t weight_words = kIds * tile_stride(plan.depth);
     const Buffer panels(held * plan.depth * sizeof(float)), partials(3 * state * sizeof(float));
     const Buffer weight(threads * weight_words * sizeof(float)), logits(threads * kIds * kPanel * sizeof(float));
     const Buffer keep(in.kept ? threads * kIds * kPanel * sizeof(int32_t) : 0);

@@ -60,8 +60,7 @@ struct Backward {
     float* panels;          // [panel][depth][width]: hidden states, transposed
     float* hidden_columns;  // [panel of columns][block][width]: hidden states; null if dweight is not wanted
     float* weight_columns;  // [panel of columns][superblock][width]; null if dhidden is not wanted
-    float* weight_copy;     // [superblock, copied_stride(depth)]
-    Factors* weight;        // [tiles] in weight_copy or in place
+    float* weight;          // [superblock][tile_stride(depth)]: weight rows, as the logits read them
     float* dlogits;         // [panel][superblock][width]
     uint8_t* counts;        // [panel][tiles] whether the gradient of a tile's ids in a panel's tokens is not nothing
     float* dweight;         // [panel of columns][superblock][width] sums so far
@@ -79,6 +78,7 @@ struct Backward {
     float* dlogit(int64_t panel, int64_t tile) const {
         return dlogits + panel * kPanel * super() + tile * kIds * tokens().width(panel);
     }
+    float* tile_weight(int64_t tile) const { return weight + tile * kIds * tile_stride(plan.depth); }
     bool counted(int64_t panel, int64_t tile) const { return counts[panel * plan.tiles + tile]; }
 };
 
@@ -99,8 +99,7 @@ void pack_columns(const Matrix& matrix, const int64_t* row, int64_t begin, int64
 
 void prepare_weight(const Backward& backward, int64_t tile) {
     const int64_t begin = backward.id + tile * kIds, count = backward.tile_ids(tile);
-    float* copy = backward.weight_copy + tile * kIds * copied_stride(backward.plan.depth);
-    backward.weight[tile] = weight_rows(backward.plan.weight, begin, count, copy);
+    read_weight_rows(backward.plan.weight, begin, count, backward.tile_weight(tile));
     if (backward.weight_columns)
         pack_columns(weight_matrix(backward.inputs(), false), nullptr, begin, count, tile * kIds, backward.super(),
                      backward.weight_columns);
@@ -165,10 +164,10 @@ float differentiate(const Backward& backward, int64_t at, int64_t ids, const int
 
 // The gradient of a tile's logits in a panel's tokens.
 template <int C>
-void make_dlogits(Width<C>, const Backward& backward, int64_t tile_index, int64_t panel, Ahead& ahead) {
+void make_dlogits(Width<C>, const Backward& backward, int64_t tile_index, int64_t panel) {
     const LogprobInputs& in = backward.inputs();
     const int64_t at = panel * kPanel;
-    const Tile tile{backward.id + tile_index * kIds, backward.tile_ids(tile_index), backward.weight[tile_index]};
+    const Tile tile{backward.id + tile_index * kIds, backward.tile_ids(tile_index), backward.tile_weight(tile_index)};
     const Tokens tokens{backward.begin + at, backward.tokens().columns(panel),
                         backward.panels + at * backward.plan.depth};
     uint8_t& counts = backward.counts[panel * backward.plan.tiles + tile_index];
@@ -180,7 +179,7 @@ void make_dlogits(Width<C>, const Backward& backward, int64_t tile_index, int64_
         if (!counts) return;
     }
     float* x = backward.dlogit(panel, tile_index);
-    logit_tile<C>(in, tile, tokens, backward.plan.depth, backward.plan.pairs, in.kept ? keep : nullptr, ahead, x);
+    logit_tile<C>(in, tile, tokens, backward.plan.depth, backward.plan.pairs, in.kept ? keep : nullptr, x);
     int32_t target[C * kLanes];
     bool holds_target = false;
     for (int64_t i = 0; i < C * kLanes; ++i) {
@@ -199,26 +198,8 @@ void make_dlogits(Width<C>, const Backward& backward, int64_t tile_index, int64_
 void make_dlogits(const Backward& backward, int64_t index) {
     const Panels tokens = backward.tokens();
     const int64_t tile = index % backward.tiles(), first = index / backward.tiles() * backward.plan.task_panels;
-    // The first panel works on the tile's first rows while the others come.
-    const Factors& weight = backward.weight[tile];
-    const int64_t steps = tile_steps(kIds, backward.plan.depth) * (kIds - kRows) / kIds;
-    Ahead ahead(weight.rows + kRows * weight.stride, larger(0, backward.tile_ids(tile) - kRows),
-                weight.stride * sizeof(float), backward.plan.depth * sizeof(float), steps);
     for (int64_t panel = first; panel < smaller(first + backward.plan.task_panels, tokens.count()); ++panel)
-        with_width(tokens.vectors(panel), [&](auto width) { make_dlogits(width, backward, tile, panel, ahead); });
-}
-
-template <ElementType type>
-void narrow_run(const float* source, int64_t count, char* out) {
-    constexpr int64_t size = type == ElementType::float32 ? 4 : 2;
-    for (int64_t i = 0; i < count; i += kLanes) {  // source is padded to whole vectors
-        char last[sizeof(Float)];
-        char* to = i + kLanes <= count ? out + i * size : last;
-        if constexpr (type == ElementType::float32) store(reinterpret_cast<float*>(to), load(source + i));
-        if constexpr (type == ElementType::bfloat16) store_bfloat16(reinterpret_cast<uint16_t*>(to), load(source + i));
-        if constexpr (type == ElementType::float16) store_float16(reinterpret_cast<uint16_t*>(to), load(source + i));
-        if (to == last) std::memcpy(out + i * size, last, (count - i) * size);
-    }
+        with_width(tokens.vectors(panel), [&](auto width) { make_dlogits(width, backward, tile, panel); });
 }
 
 // Writes columns [panel] of the sums of ids [begin, end) of the superblock to dweight, rounded to its type.
@@ -229,12 +210,7 @@ void write_dweight(const Backward& backward, int64_t panel, int64_t begin, int64
     for (int64_t v = begin; v < end; ++v) {
         const float* sums = backward.dweight + panel * kPanel * backward.super() + v * columns.width(panel);
         char* to = const_cast<char*>(out.element(backward.id + v, panel * kPanel));
-        if (in.weight_type == ElementType::float32)
-            narrow_run<ElementType::float32>(sums, columns.columns(panel), to);
-        else if (in.weight_type == ElementType::bfloat16)
-            narrow_run<ElementType::bfloat16>(sums, columns.columns(panel), to);
-        else
-            narrow_run<ElementType::float16>(sums, columns.columns(panel), to);
+        narrow_run(in.weight_type, sums, columns.columns(panel), to);
     }
 }
 
@@ -373,7 +349,7 @@ void differentiate_block(const Backward& backward, bool new_tokens, int64_t thre
 
 void clear_weight_gradients(const LogprobBackward& call) {
     const LogprobInputs& in = call.inputs;
-    if (call.dweight) std::memset(call.dweight, 0, weight_matrix(in, false).bytes(in.vocab_size * in.hidden_size));
+    if (call.dweight) std::memset(call.dweight, 0, bytes_of(in.weight_type, in.vocab_size * in.hidden_size));
     if (call.dbias) std::memset(call.dbias, 0, in.vocab_size * sizeof(float));
 }
 
@@ -389,7 +365,7 @@ void linear_logprob_backward(const LogprobBackward& call) {
     const Buffer state(kStates * block * sizeof(float)), panels(block * plan.depth * sizeof(float));
     const Buffer hidden_columns(call.dweight ? block * padded * sizeof(float) : 0);
     const Buffer weight_columns(call.dhidden ? super * padded * sizeof(float) : 0);
-    const Buffer weight_copy(super * copied_stride(plan.depth) * sizeof(float)), weight(plan.tiles * sizeof(Factors));
+    const Buffer weight(super * tile_stride(plan.depth) * sizeof(float));
     const Buffer dlogits(block * super * sizeof(float)), counts(block / kPanel * plan.tiles);
     const Buffer dweight(call.dweight ? super * padded * sizeof(float) : 0), dbias(super * sizeof(double));
     float* const rows = state.as<float>();
@@ -399,8 +375,7 @@ void linear_logprob_backward(const LogprobBackward& call) {
                       panels.as<float>(),
                       call.dweight ? hidden_columns.as<float>() : nullptr,
                       call.dhidden ? weight_columns.as<float>() : nullptr,
-                      weight_copy.as<float>(),
-                      weight.as<Factors>(),
+                      weight.as<float>(),
                       dlogits.as<float>(),
                       counts.as<uint8_t>(),
                       dweight.as<float>(),

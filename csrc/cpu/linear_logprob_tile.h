@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common.h"
+#include "cpu/elements.h"
 #include "cpu/simd.h"
 #include "cpu/tile.h"
 #include "linear_logprob.h"
@@ -27,11 +28,6 @@ constexpr int64_t kDepth = 128;
 static_assert(kPanel % kRows == 0 && kIds % kRows == 0);
 
 constexpr float kInfinity = __builtin_inff();
-
-MOSAIC_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-MOSAIC_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-MOSAIC_INLINE int64_t parts(int64_t length, int64_t size) { return (length + size - 1) / size; }
-MOSAIC_INLINE int64_t rounded_up(int64_t length, int64_t size) { return parts(length, size) * size; }
 
 // `length` columns cut into panels of kPanel; the last one has as few vectors as hold its columns. The panels of
 // `depth` rows follow each other, each [depth][vectors kLanes].
@@ -57,25 +53,6 @@ MOSAIC_INLINE void with_width(int vectors, const Run& run) {
     run(Width<1>());
 }
 
-template <ElementType type>
-MOSAIC_INLINE Float load_as(const void* x) {
-    if constexpr (type == ElementType::float32) return load(static_cast<const float*>(x));
-    if constexpr (type == ElementType::bfloat16) return load_bfloat16(static_cast<const uint16_t*>(x));
-    if constexpr (type == ElementType::float16) return load_float16(static_cast<const uint16_t*>(x));
-}
-
-template <ElementType type>
-void widen_run(const char* source, int64_t count, float* out) {
-    constexpr int64_t size = type == ElementType::float32 ? 4 : 2;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) store(out + i, load_as<type>(source + i * size));
-    if (i == count) return;
-    float last[kLanes] = {};
-    std::memcpy(last, source + i * size, (count - i) * size);
-    store(last, load_as<type>(last));
-    std::memcpy(out + i, last, (count - i) * sizeof(float));
-}
-
 // Rows of numbers, read as 32-bit words: each a number widened to float32 or, for dot products, two bfloat16.
 struct Matrix {
     const void* data;
@@ -84,9 +61,8 @@ struct Matrix {
     bool pairs;
 
     int64_t depth() const { return pairs ? parts(columns, 2) : columns; }
-    int64_t bytes(int64_t elements) const { return elements * (type == ElementType::float32 ? 4 : 2); }
     const char* element(int64_t row, int64_t column) const {
-        return static_cast<const char*>(data) + bytes(row * stride + column);
+        return static_cast<const char*>(data) + bytes_of(type, row * stride + column);
     }
     // Words [begin, begin + count) of a row.
     void read(int64_t row, int64_t begin, int64_t count, float* out) const {
@@ -96,10 +72,7 @@ struct Matrix {
             std::memcpy(out, element(row, 2 * begin), 2 * present);
             return;
         }
-        const char* source = element(row, begin);
-        if (type == ElementType::float32) return widen_run<ElementType::float32>(source, count, out);
-        if (type == ElementType::bfloat16) return widen_run<ElementType::bfloat16>(source, count, out);
-        widen_run<ElementType::float16>(source, count, out);
+        widen_run(type, element(row, begin), count, out);
     }
 };
 
@@ -135,58 +108,17 @@ inline void pack_tokens(const Matrix& hidden, const int64_t* row, int64_t tokens
     }
 }
 
-// Rows of factors: the weight rows of a tile.
-struct Factors {
-    const float* rows;
-    int64_t stride;
-};
+// Floats from one row of a weight tile to the next: an odd number of cache lines, so that the rows spread over the
+// cache's sets, as rows that lie a power of two apart in memory would not.
+MOSAIC_INLINE int64_t tile_stride(int64_t depth) { return (parts(depth, 16) | 1) * 16; }
 
-// Floats from one copied row to the next: an odd number of cache lines, so that the rows spread over the cache's sets.
-MOSAIC_INLINE int64_t copied_stride(int64_t depth) { return (parts(depth, 16) | 1) * 16; }
-
-// Rows [begin, begin + count) of the head, in place where that is possible and good, else as a copy in `buffer`
-// [kIds, copied_stride], padded with rows of zeros to a multiple of kRows.
-inline Factors weight_rows(const Matrix& weight, int64_t begin, int64_t count, float* buffer) {
-    const int64_t depth = weight.depth(), bytes = weight.bytes(weight.stride);
-    const bool words = weight.pairs ? weight.columns % 2 == 0 : weight.type == ElementType::float32;
-    const char* first = weight.element(begin, 0);
-    // Rows a multiple of 4096 bytes apart would share few sets of the cache.
-    if (words && count % kRows == 0 && reinterpret_cast<uintptr_t>(first) % 4 == 0 && bytes % 4 == 0 && bytes % 4096)
-        return {reinterpret_cast<const float*>(first), bytes / 4};
-    const int64_t stride = copied_stride(depth);
-    for (int64_t r = 0; r < count; ++r) weight.read(begin + r, 0, depth, buffer + r * stride);
-    for (int64_t r = count; r % kRows; ++r) std::memset(buffer + r * stride, 0, depth * sizeof(float));
-    return {buffer, stride};
+// Rows [begin, begin + count) of the head as factors, [count][tile_stride(depth)], followed by rows of zeros up to a
+// multiple of kRows. The copy is read once for each panel of tokens.
+inline void read_weight_rows(const Matrix& weight, int64_t begin, int64_t count, float* out) {
+    const int64_t depth = weight.depth(), stride = tile_stride(depth);
+    for (int64_t r = 0; r < count; ++r) weight.read(begin + r, 0, depth, out + r * stride);
+    for (int64_t r = count; r % kRows; ++r) std::memset(out + r * stride, 0, depth * sizeof(float));
 }
-
-// Asks for weight rows that will be wanted soon, a few cache lines at a time: they come from far away, and the
-// machine's own prefetching does not keep up with as many rows at once.
-class Ahead {
-  public:
-    // `count` rows of `length` bytes, `stride` bytes apart, to be fetched in about `steps` steps.
-    Ahead(const void* first, int64_t count, int64_t stride, int64_t length, int64_t steps)
-        : row_(static_cast<const char*>(first)),
-          rows_(count),
-          stride_(stride),
-          length_(length),
-          lines_(count * parts(length, kLine) / larger(1, steps) + 1) {}
-
-    MOSAIC_INLINE void step() {
-        for (int64_t i = 0; i < lines_ && rows_ > 0; ++i) {
-            __builtin_prefetch(row_ + at_, 0, 2);
-            at_ += kLine;
-            if (at_ < length_) continue;
-            at_ = 0;
-            row_ += stride_;
-            --rows_;
-        }
-    }
-
-  private:
-    static constexpr int64_t kLine = 64;
-    const char* row_;
-    int64_t rows_, stride_, length_, lines_, at_ = 0;
-};
 
 #if defined(__AVX512BF16__)
 // multiply_add of tile.h for words of two bfloat16: each step adds two products.
@@ -209,25 +141,22 @@ MOSAIC_INLINE void multiply_add_pairs(const float* a, int64_t row_stride, const 
 }
 #endif
 
-// Steps of Ahead that multiply_tile makes.
-MOSAIC_INLINE int64_t tile_steps(int64_t rows, int64_t depth) { return parts(rows, kRows) * parts(depth, kDepth); }
-
-// out[r][c kLanes] = row r of `a` . the panel's columns, for `rows` (a multiple of kRows) rows.
+// out[r][c kLanes] = row r of `a` (from read_weight_rows) . the panel's columns, for `rows` (a multiple of kRows) rows.
 template <int C>
-void multiply_tile(const Factors& a, int64_t rows, const float* panel, int64_t depth, bool pairs, Ahead& ahead,
-                   float* out) {
-    for (int64_t r = 0; r < rows; r += kRows, out += kRows * C * kLanes) {
-        for (int64_t k = 0; k == 0 || k < depth; k += kDepth) {
-            const int64_t length = smaller(kDepth, depth - k);
+void multiply_tile(const float* a, int64_t rows, const float* panel, int64_t depth, bool pairs, float* out) {
+    // A chain's part of the panel stays in the first-level cache while the rows pass by.
+    const int64_t stride = tile_stride(depth);
+    for (int64_t k = 0; k == 0 || k < depth; k += kDepth) {
+        const int64_t length = smaller(kDepth, depth - k);
+        float* at = out;
+        for (int64_t r = 0; r < rows; r += kRows) {
             Float sum[kRows][C] = {};
-            ahead.step();
 #if defined(__AVX512BF16__)
             if (pairs)
-                multiply_add_pairs(a.rows + r * a.stride + k, a.stride, panel + k * C * kLanes, length, sum);
+                multiply_add_pairs(a + r * stride + k, stride, panel + k * C * kLanes, length, sum);
             else
 #endif
-                multiply_add(a.rows + r * a.stride + k, a.stride, 1, panel + k * C * kLanes, length, sum);
-            float* at = out;
+                multiply_add(a + r * stride + k, stride, 1, panel + k * C * kLanes, length, sum);
 #pragma GCC unroll 32
             for (int i = 0; i < kRows * C; ++i, at += kLanes)
                 store(at, k ? load(at) + sum[i / C][i % C] : sum[i / C][i % C]);
@@ -239,7 +168,7 @@ void multiply_tile(const Factors& a, int64_t rows, const float* panel, int64_t d
 // A tile of ids: [begin, begin + count) and their weight rows.
 struct Tile {
     int64_t begin, count;
-    Factors weight;
+    const float* weight;  // from read_weight_rows
 };
 
 // A panel of scored rows: [begin, begin + count).
@@ -288,8 +217,8 @@ inline bool mark_kept(const LogprobInputs& in, const Tile& tile, const Tokens& t
 // null.
 template <int C>
 void logit_tile(const LogprobInputs& in, const Tile& tile, const Tokens& tokens, int64_t depth, bool pairs,
-                const int32_t* keep, Ahead& ahead, float* x) {
-    multiply_tile<C>(tile.weight, rounded_up(tile.count, kRows), tokens.panel, depth, pairs, ahead, x);
+                const int32_t* keep, float* x) {
+    multiply_tile<C>(tile.weight, rounded_up(tile.count, kRows), tokens.panel, depth, pairs, x);
     if (!in.bias && !in.temperature && in.softcap == 0 && !keep) return;
     float temperature[C * kLanes];
     for (int64_t i = 0; i < C * kLanes; ++i)

@@ -18,8 +18,9 @@ constexpr int64_t kChunk = 16384;        // tokens of a task
 constexpr int64_t kGrain = 32768;  // a thread gets at least this many: it takes about as long to wake as to do them
 constexpr int64_t kByteGrain = 262144;  // the same where a token is hardly more than its mask
 
-MOSAIC_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-MOSAIC_INLINE int64_t chunks_of(int64_t tokens) { return (tokens + kChunk - 1) / kChunk; }
+constexpr float kMaxLogRatio = 20;  // of a log-ratio before exp
+
+MOSAIC_INLINE int64_t chunks_of(int64_t tokens) { return parts(tokens, kChunk); }
 
 // -1 where the byte is not 0.
 MOSAIC_INLINE Int load_mask(const uint8_t* x) {

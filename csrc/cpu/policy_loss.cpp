@@ -5,8 +5,6 @@
 namespace mosaic::MOSAIC_ISA {
 namespace {
 
-constexpr float kMaxLogRatio = 20;
-
 enum Input { kLogprob, kOldLogprob, kAdvantage, kWeight, kImportance, kRefLogprob, kEntropy, kLogRatio, kInputs };
 enum Output { kDlogprob, kDentropy, kOutputs };
 using Tokens = Columns<kInputs, kOutputs>;

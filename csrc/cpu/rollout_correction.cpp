@@ -5,8 +5,6 @@
 namespace mosaic::MOSAIC_ISA {
 namespace {
 
-constexpr float kMaxLogRatio = 20;
-
 enum Input { kLogprob, kRolloutLogprob, kLogRatio, kInputs };
 using Tokens = Columns<kInputs, 1>;
 

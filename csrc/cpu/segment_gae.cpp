@@ -20,10 +20,11 @@
 namespace mosaic::MOSAIC_ISA {
 namespace {
 
-constexpr int64_t kSpan = 32768;    // tokens; what they read and write (0.5 MB) stays in a core's cache
-constexpr int64_t kJob = 8192;      // short spans are handed out together, at least so many tokens at a time
-constexpr int64_t kPieceCost = 32;  // a segment costs about as much as so many tokens on top of its own
-constexpr int64_t kGrain = 32768;   // a thread is worth waking for so many tokens
+constexpr int64_t kSpan = 32768;           // tokens; what they read and write (0.5 MB) stays in a core's cache
+constexpr int64_t kJob = 8192;             // short spans are handed out together, at least so many tokens at a time
+constexpr int64_t kPieceCost = 32;         // a segment costs about as much as so many tokens on top of its own
+constexpr int64_t kGrain = 32768;          // a thread is worth waking for so many tokens,
+constexpr int64_t kSurveyGrain = 1 << 22;  // or so many to survey, which reads little of them
 
 // Results too small for a normal number become 0: where lambda decays a reward over thousands of tokens, arithmetic on
 // subnormal numbers would take a hundred times as long.
@@ -317,10 +318,10 @@ void survey_all(const SegmentGae& call, int64_t threads, Segment* segments) {
 }  // namespace
 
 int64_t segment_gae(const SegmentGae& call) {
-    const int64_t threads = useful_threads(call.threads, call.cu_seqlens[call.num_segments], kGrain);
+    const int64_t tokens = call.cu_seqlens[call.num_segments];
     const Buffer segment_memory(sizeof(Segment) * call.num_segments);
     Segment* segments = segment_memory.as<Segment>();
-    survey_all(call, threads, segments);
+    survey_all(call, useful_threads(call.threads, tokens, kSurveyGrain), segments);
     if (call.correction != Correction::chain) {
         for (int64_t segment = 0; segment < call.num_segments; ++segment)
             if (segments[segment].has_leading && segments[segment].first == call.cu_seqlens[segment + 1])
@@ -332,7 +333,7 @@ int64_t segment_gae(const SegmentGae& call) {
     const Buffer carry_memory(sizeof(Carry) * plan.num_spans());
     Carry* carries = carry_memory.as<Carry>();
     for (int64_t span = 0; span < plan.num_spans(); ++span) carries[span].ready = 0;
-    run({call, segments, plan, carries}, threads);
+    run({call, segments, plan, carries}, useful_threads(call.threads, tokens, kGrain));
     return -1;
 }
 

@@ -31,6 +31,7 @@ constexpr int kLanes = 4;
 // GCC's and Clang's vectors: + - * / and comparisons work lane by lane, a scalar operand is spread.
 typedef float Float __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Int __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));  // for sums that wrap around, as those of a NaN's bits
 typedef uint16_t Half __attribute__((vector_size(2 * kLanes)));
 typedef double Double __attribute__((vector_size(8 * kLanes)));  // as many lanes, in two registers
 
@@ -116,7 +117,6 @@ MOSAIC_INLINE Float load_float16(const uint16_t* x) {
 
 // The nearest bfloat16, ties to even; NaN stays NaN.
 MOSAIC_INLINE void store_bfloat16(uint16_t* x, Float value) {
-    typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));  // unsigned: those of a NaN may wrap around
     const Bits bits = (Bits)value;
     const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const Half half = __builtin_convertvector(value == value ? rounded : Bits{} + 0x7fc0, Half);
@@ -192,14 +192,14 @@ MOSAIC_INLINE Float exp_inside(Float x) {
 #endif
 }
 
-// The same for |x| <= 87, where 2^n alone is in range; and exp(x) - 1 - x, to all digits near 0 too.
+// The same for |x| <= 87, where 2^n alone is in range; and exp(x) - 1 - x within 6 units in the last place, near 0 too.
 struct ScaledExp {
     Float p, scale, excess;
 };
 
 MOSAIC_INLINE ScaledExp scaled_exp(Float x) {
     const Exponential e = exponential(x);
-    const Float scale = (Float)((e.bits << 23) + 0x3f800000), grown = scale - 1.0f;
+    const Float scale = (Float)(((Bits)e.bits << 23) + 0x3f800000), grown = scale - 1.0f;
     // Of parts that do not cancel: 2^n - 1 - n ln(2), then what r and bend add to it.
     const Float steps = fma(e.n, broadcast(-kLn2Low), fma(e.n, broadcast(-kLn2High), grown));
     return {e.p, scale, fma(grown, e.r, fma(scale, e.bend, steps))};
@@ -211,7 +211,7 @@ MOSAIC_INLINE Float exp(Float x) {
     return (1.0f + parts.p) * parts.half * parts.rest;
 }
 
-// exp(x) - 1 without the cancellation near 0.
+// exp(x) - 1 without the cancellation near 0, within 2 units in the last place.
 MOSAIC_INLINE Float expm1(Float x) {
     const ExpParts parts = exp_parts(x);
     const Float scale = parts.half * parts.rest;
@@ -219,6 +219,7 @@ MOSAIC_INLINE Float expm1(Float x) {
     return select(x > 88.0f, (1.0f + parts.p) * parts.half * parts.rest, fma(parts.p, scale, scale - 1.0f));
 }
 
+// Within 3 units in the last place.
 MOSAIC_INLINE Float tanh(Float x) {
     const Float t = expm1(absolute(x) * -2.0f);
     return with_sign(t / (t + 2.0f), x);

@@ -6,13 +6,7 @@
 namespace mosaic::MOSAIC_ISA {
 namespace {
 
-// A tile of R x (C kLanes) sums. R C + C + 1 registers should not exceed the machine's 32 (AVX-512) or 16.
-#if defined(__AVX512F__)
-constexpr int kTileRows = 9, kTileVectors = 3;
-#else
-constexpr int kTileRows = 6, kTileVectors = 2;
-#endif
-
+// R C + C + 1 registers should not exceed the machine's 32 (AVX-512) or 16.
 // sum[r][c] += over k of a(r, k) * panel[k][c]: a(r, k) = a[r row_stride + k column_stride], panel [depth, C kLanes]
 // with panel_stride floats from one of its rows to the next.
 // Each sum is one chain in the order of k, so a column's result depends on nothing but that column and a.

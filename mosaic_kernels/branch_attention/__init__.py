@@ -101,6 +101,9 @@ def _compiled(
     dtype = query.dtype
     if not dtype == key.dtype == value.dtype:
         query, key, value = query.float(), key.float(), value.float()
+    # torch.compile refuses a Function that is given one tensor twice, as where keys are values too.
+    key = key.view_as(key) if key is query else key
+    value = value.view_as(value) if value is query or value is key else value
     parent, prefix_length = (None, None) if branches is None else (branches.parent, branches.prefix_length)
     # By products: torch.compile would compile torch.tensor anew for each value.
     one = torch.ones((), dtype=torch.float64, device=query.device)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mosaic_kernels._backend import available_backends, extension
+from mosaic_kernels._backend import extension
+from mosaic_kernels._cpu import ELEMENT_TYPES, refusal
 from mosaic_kernels.layout import Branches, Layout
 
 _library = torch.library.Library("mosaic_kernels", "FRAGMENT")
@@ -19,20 +20,10 @@ _library.define(f"branch_attention({_CALL}) -> (Tensor output, Tensor statistics
 _library.define(
     f"branch_attention_backward({_CALL}, Tensor output, Tensor statistics, Tensor doutput) -> (Tensor, Tensor, Tensor)"
 )
-_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> str:
-    if extension is None:
-        return available_backends()["cpu"]
-    if query.device.type != "cpu":
-        return f"the tensors are on {query.device}"
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dtype == torch.float64:
-            return f"it computes in float32, and the float64 {name} asks for float64: use backend='reference'"
-        if x.dtype not in _TYPES:
-            return f"{name} is {x.dtype}: convert it to float32, bfloat16 or float16"
-    return ""
+    return refusal(in_place=True, query=query, key=key, value=value)
 
 
 def forward(*call: Any) -> tuple[Tensor, Tensor]:
@@ -45,8 +36,7 @@ def backward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _branch_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call, _alive = _inputs(query, key, value, *rest)
-    output = torch.empty(query.shape, dtype=query.dtype)
-    statistics = torch.empty((*query.shape[:2], 2), dtype=torch.float32)
+    output, statistics = _outputs(query)
     extension.branch_attention_forward(call, output=output.data_ptr(), statistics=statistics.data_ptr())
     return output, statistics
 
@@ -67,8 +57,8 @@ def _branch_attention_backward(
     call, _alive = _inputs(query, key, value, cu_seqlens, parent, prefix_length, options, window)
     output, doutput, statistics = _readable(output), _readable(doutput), statistics.contiguous()
     # Several blocks of keys add to a row of dquery: in float32, rounded when all have.
-    dquery = torch.empty(query.shape, dtype=torch.float32)
-    dkey, dvalue = torch.empty(key.shape, dtype=key.dtype), torch.empty(value.shape, dtype=value.dtype)
+    dquery = query.new_empty(query.shape, dtype=torch.float32)
+    dkey, dvalue = key.new_empty(key.shape), value.new_empty(value.shape)
     extension.branch_attention_backward(
         call,
         output=_pointer(output),
@@ -101,7 +91,7 @@ def _inputs(
         query=_pointer(query),
         key=_pointer(key),
         value=_pointer(value),
-        type=getattr(extension.ElementType, _TYPES[query.dtype]),
+        type=getattr(extension.ElementType, ELEMENT_TYPES[query.dtype]),
         cu_seqlens=cu_seqlens.data_ptr(),
         parent=0 if parent is None else parent.data_ptr(),
         prefix_length=0 if prefix_length is None else prefix_length.data_ptr(),
@@ -131,7 +121,7 @@ def _pointer(x: Tensor) -> tuple[int, int, int]:
     return x.data_ptr(), x.stride(0), x.stride(1)
 
 
-def _fake_branch_attention(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _outputs(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty((*query.shape[:2], 2), dtype=torch.float32)
 
 
@@ -140,7 +130,7 @@ def _fake_branch_attention_backward(query: Tensor, key: Tensor, value: Tensor, *
 
 
 for _name, _kernel, _fake in (
-    ("branch_attention", _branch_attention, _fake_branch_attention),
+    ("branch_attention", _branch_attention, _outputs),
     ("branch_attention_backward", _branch_attention_backward, _fake_branch_attention_backward),
 ):
     _library.impl(_name, _kernel, "CPU")

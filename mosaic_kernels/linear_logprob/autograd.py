@@ -33,14 +33,16 @@ def linear_logprob(
     `forward_expected` and `backward_expected`, a shorter way where dhidden is the only gradient: triton.py.
     """
     device, target = hidden.device, target.to(torch.int64)
+    if weight is hidden:  # torch.compile refuses a Function that is given one tensor twice
+        weight = weight.view_as(weight)
     # Numbers travel as tensors, by products: torch.compile would compile anew for each value of a constant.
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(torch.float32)
     elif temperature != 1.0:
-        temperature = torch.ones(target.shape, device=device) * temperature
+        temperature = torch.ones(target.shape, dtype=torch.float32, device=device) * temperature
     else:
         temperature = None
-    softcap = None if softcap is None else torch.ones((), device=device) * softcap
+    softcap = None if softcap is None else torch.ones((), dtype=torch.float32, device=device) * softcap
     start, total = int(shard.start), int(shard.total)
     lists = (None, None, None)
     if kept is not None:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mosaic_kernels._backend import available_backends, extension
+from mosaic_kernels._backend import extension
+from mosaic_kernels._cpu import ELEMENT_TYPES, address, refusal
 from mosaic_kernels.linear_logprob.checks import check_values
 from mosaic_kernels.linear_logprob.kept import lists_of, sorted_lists
-
-_ELEMENT_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 _library = torch.library.Library("mosaic_kernels", "FRAGMENT")
 _library.define(
@@ -40,16 +39,7 @@ backward = torch.ops.mosaic_kernels.linear_logprob_backward
 
 
 def supports(hidden: Tensor, weight: Tensor) -> str:
-    if extension is None:
-        return available_backends()["cpu"]
-    if hidden.device.type != "cpu":
-        return f"the tensors are on {hidden.device}"
-    for name, x in (("hidden", hidden), ("weight", weight)):
-        if x.dtype == torch.float64:
-            return f"it returns float32, and {name} asks for float64: use backend='reference'"
-        if x.dtype not in _ELEMENT_TYPES:
-            return f"it takes float32, bfloat16 and float16, and {name} is {x.dtype}"
-    return ""
+    return refusal(in_place=True, hidden=hidden, weight=weight)
 
 
 def filter_threshold(hidden: Tensor, weight: Tensor, total: int) -> float:
@@ -83,10 +73,11 @@ def _forward(
     check_values(target, active, 1.0 if temperature is None else temperature, None, total)
     row = active.nonzero().flatten()
     rows, vocab_size = row.shape[0], weight.shape[0]
-    largest = torch.empty(rows)
-    normaliser = torch.empty(rows, dtype=torch.float64)
-    weighted = torch.empty(rows if return_entropy else 0, dtype=torch.float64)
-    target_logit = torch.empty(rows)
+    # dtypes are always named, and devices taken from a tensor: the defaults are the user's to change
+    largest = hidden.new_empty(rows, dtype=torch.float32)
+    normaliser = hidden.new_empty(rows, dtype=torch.float64)
+    weighted = hidden.new_empty(rows if return_entropy else 0, dtype=torch.float64)
+    target_logit = hidden.new_empty(rows, dtype=torch.float32)
     if rows and vocab_size:
         inputs, _alive = _inputs(
             hidden, weight, bias, row, target, temperature, softcap, kept, kept_offsets, kept_whole, start
@@ -140,15 +131,15 @@ def _backward(
     # A row whose gradient from above is 0 adds nothing, whatever it holds: clipped tokens and zero advantages are free.
     row = (active & ((dlogprob != 0) if dentropy is None else (dlogprob != 0) | (dentropy != 0))).nonzero().flatten()
     rows, (vocab_size, hidden_size) = row.shape[0], weight.shape
-    dhidden_rows = torch.empty(rows if dhidden else 0, hidden_size)
-    dweight_out = torch.empty(vocab_size if dweight else 0, hidden_size, dtype=weight.dtype)
-    dbias_out = torch.empty(vocab_size if dbias else 0)
+    dhidden_rows = hidden.new_empty(rows if dhidden else 0, hidden_size, dtype=torch.float32)
+    dweight_out = weight.new_empty(vocab_size if dweight else 0, hidden_size)
+    dbias_out = weight.new_empty(vocab_size if dbias else 0, dtype=torch.float32)
     if rows and vocab_size:
         inputs, _alive = _inputs(
             hidden, weight, bias, row, target, temperature, softcap, kept, kept_offsets, kept_whole, start
         )
         statistics = [None if x is None else x[row] for x in (largest, log_normaliser, entropy, dlogprob, dentropy)]
-        addresses = [_address(x) for x in statistics]
+        addresses = [address(x) for x in statistics]
         if dentropy is None:
             addresses[2] = 0
         extension.linear_logprob_backward(
@@ -190,7 +181,7 @@ def _inputs(
     vocab_size, hidden_size = weight.shape
     at = row
     if not _side_by_side(hidden):
-        hidden, at = hidden.index_select(0, row), torch.arange(row.shape[0])
+        hidden, at = hidden.index_select(0, row), torch.arange(row.shape[0], device=row.device)
     if not _side_by_side(weight):
         weight = weight.contiguous()
     bias = None if bias is None else bias.float().contiguous()
@@ -203,18 +194,18 @@ def _inputs(
     inputs = extension.LogprobInputs(
         hidden=hidden.data_ptr(),
         hidden_stride=hidden.stride(0),
-        hidden_type=getattr(extension.ElementType, _ELEMENT_TYPES[hidden.dtype]),
+        hidden_type=getattr(extension.ElementType, ELEMENT_TYPES[hidden.dtype]),
         weight=weight.data_ptr(),
         weight_stride=weight.stride(0),
-        weight_type=getattr(extension.ElementType, _ELEMENT_TYPES[weight.dtype]),
-        bias=_address(bias),
+        weight_type=getattr(extension.ElementType, ELEMENT_TYPES[weight.dtype]),
+        bias=address(bias),
         row=at.data_ptr(),
         target=local.data_ptr(),
-        temperature=_address(temperature),
+        temperature=address(temperature),
         softcap=0.0 if softcap is None else softcap.item(),
-        kept=_address(kept),
-        kept_offsets=_address(kept_offsets),
-        kept_whole=_address(kept_whole),
+        kept=address(kept),
+        kept_offsets=address(kept_offsets),
+        kept_whole=address(kept_whole),
         num_rows=row.shape[0],
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -226,10 +217,6 @@ def _inputs(
 def _side_by_side(x: Tensor) -> bool:
     """Whether the elements of each row of `x` are adjacent, as the kernels need them."""
     return x.stride(1) == 1 or x.shape[1] <= 1
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def _spread(x: Tensor, row: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -135,6 +135,8 @@ def policy_loss(
             )
         )  # fmt: skip
     entropy = None if entropy_bonus is None else entropy_bonus.entropy
+    if entropy is logprob:  # torch.compile refuses a Function that is given one tensor twice
+        entropy = entropy.view_as(entropy)
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (logprob, entropy)]
     with torch.no_grad():
         loss, statistics, counts, *gradients = module.forward(

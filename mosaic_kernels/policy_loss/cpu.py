@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic_kernels._backend import available_backends, extension
+from mosaic_kernels._backend import extension
+from mosaic_kernels._cpu import address, as_float32, refusal
 from mosaic_kernels.layout import Layout
 from mosaic_kernels.policy_loss.objectives import BUILT_IN, Objective
 
@@ -19,15 +20,9 @@ _library.define(
 
 
 def supports(objective: Objective, logprob: Tensor) -> str:
-    if extension is None:
-        return available_backends()["cpu"]
-    if logprob.device.type != "cpu":
-        return f"the tensors are on {logprob.device}"
     if type(objective) not in BUILT_IN:
         return f"it does not know the objective {type(objective).__name__}: use backend='reference'"
-    if logprob.dtype == torch.float64:
-        return "it returns float32, and a float64 logprob asks for float64: use backend='reference'"
-    return ""
+    return refusal(logprob=logprob)
 
 
 def forward(
@@ -61,15 +56,6 @@ def backward(gradient: Tensor, dloss: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and dloss.item() == 1:
         return gradient
     return gradient * dloss
-
-
-def as_float32(x: Tensor | None) -> Tensor | None:
-    """What a kernel reads: contiguous float32."""
-    return None if x is None else x.float().contiguous()
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def _policy_loss(

@@ -26,8 +26,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def as_options(*numbers: float) -> Tensor:
     """`numbers` as a float64 CPU tensor. While compiling by products: torch.tensor would be compiled anew for each."""
     if not torch.compiler.is_compiling():
-        return torch.tensor(numbers, dtype=torch.float64)
-    return torch.stack([torch.ones((), dtype=torch.float64) * x for x in numbers])
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return torch.stack([torch.ones((), dtype=torch.float64, device="cpu") * x for x in numbers])
 
 
 def at_most(x: Tensor, bound: float) -> Tensor:

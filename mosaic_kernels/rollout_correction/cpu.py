@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic_kernels._backend import available_backends, extension
+from mosaic_kernels._backend import extension
+from mosaic_kernels._cpu import as_float32, refusal
 from mosaic_kernels.layout import Layout
-from mosaic_kernels.policy_loss.cpu import as_float32
 from mosaic_kernels.policy_loss.reductions import as_options
 from mosaic_kernels.rollout_correction.reference import COUNTS, STATISTICS
 
@@ -20,13 +20,7 @@ _library.define(
 
 
 def supports(logprob: Tensor) -> str:
-    if extension is None:
-        return available_backends()["cpu"]
-    if logprob.device.type != "cpu":
-        return f"the tensors are on {logprob.device}"
-    if logprob.dtype == torch.float64:
-        return "it returns float32, and a float64 logprob asks for float64: use backend='reference'"
-    return ""
+    return refusal(logprob=logprob)
 
 
 def forward(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic_kernels._backend import available_backends, extension
+from mosaic_kernels._backend import extension
+from mosaic_kernels._cpu import address, as_float32, refusal
 from mosaic_kernels.layout import Layout
 from mosaic_kernels.segment_gae.lam import check_values
 from mosaic_kernels.segment_gae.reference import raise_orphan
@@ -14,18 +15,12 @@ _library = torch.library.Library("mosaic_kernels", "FRAGMENT")
 _library.define(
     "segment_gae(Tensor reward, Tensor value, Tensor mask, Tensor cu_seqlens, Tensor segment_trajectory, Tensor lam, "
     "Tensor? lam_critic, Tensor? bootstrap_value, Tensor gamma, str correction, bool corrected_returns, "
-    "SymInt num_trajectories) -> (Tensor, Tensor)"
+    "SymInt num_trajectories) -> Tensor"
 )
 
 
 def supports(reward: Tensor, value: Tensor) -> str:
-    if extension is None:
-        return available_backends()["cpu"]
-    if reward.device.type != "cpu":
-        return f"the tensors are on {reward.device}"
-    if torch.float64 in (reward.dtype, value.dtype):
-        return "it returns float32, and float64 inputs ask for float64: use backend='reference'"
-    return ""
+    return refusal(reward=reward, value=value)
 
 
 def forward(
@@ -40,7 +35,7 @@ def forward(
     correction: str,
     corrected_returns: bool,
 ) -> tuple[Tensor, Tensor]:
-    return torch.ops.mosaic_kernels.segment_gae(
+    both = torch.ops.mosaic_kernels.segment_gae(
         reward,
         value,
         mask,
@@ -54,6 +49,7 @@ def forward(
         corrected_returns,
         layout.num_trajectories,
     )
+    return both[0], both[1]
 
 
 def _segment_gae(
@@ -69,12 +65,14 @@ def _segment_gae(
     correction: str,
     corrected_returns: bool,
     num_trajectories: int,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     check_values("lam", lam, segment_trajectory, num_trajectories, correction)
     if lam_critic is not None:
         check_values("lam_critic", lam_critic, segment_trajectory, num_trajectories, correction)
-    reward, value = reward.float().contiguous(), value.float().contiguous()
-    advantage, returns = torch.empty_like(reward), torch.empty_like(reward)
+    reward, value = as_float32(reward), as_float32(value)
+    # In one piece, which the C library keeps for the next call; of two, it gives the memory back after every call, and
+    # taking it anew costs as much as the kernel.
+    both = reward.new_empty(2, *reward.shape)
     # Named, so that what a pointer points at lives until the kernel is done.
     mask, cu_seqlens, segment_trajectory = mask.contiguous(), cu_seqlens.contiguous(), segment_trajectory.contiguous()
     lam = lam.contiguous()
@@ -87,24 +85,24 @@ def _segment_gae(
         cu_seqlens=cu_seqlens.data_ptr(),
         segment_trajectory=segment_trajectory.data_ptr(),
         lam=lam.data_ptr(),
-        lam_critic=0 if lam_critic is None else lam_critic.data_ptr(),
-        bootstrap_value=0 if bootstrap_value is None else bootstrap_value.data_ptr(),
+        lam_critic=address(lam_critic),
+        bootstrap_value=address(bootstrap_value),
         num_segments=segment_trajectory.numel(),
         num_trajectories=num_trajectories,
         gamma=gamma.item(),
         correction=getattr(extension.Correction, correction),
         corrected_returns=corrected_returns,
         threads=torch.get_num_threads(),
-        advantage=advantage.data_ptr(),
-        returns=returns.data_ptr(),
+        advantage=both[0].data_ptr(),
+        returns=both[1].data_ptr(),
     )
     if orphan >= 0:
         raise_orphan(orphan, correction)
-    return advantage, returns
+    return both
 
 
-def _fake_segment_gae(reward: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return reward.new_empty(reward.shape, dtype=torch.float32), reward.new_empty(reward.shape, dtype=torch.float32)
+def _fake_segment_gae(reward: Tensor, *_: object) -> Tensor:
+    return reward.new_empty(2, *reward.shape, dtype=torch.float32)
 
 
 _library.impl("segment_gae", _segment_gae, "CPU")

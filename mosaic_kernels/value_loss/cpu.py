@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic_kernels._backend import available_backends, extension
+from mosaic_kernels._backend import extension
+from mosaic_kernels._cpu import address, as_float32, refusal
 from mosaic_kernels.layout import Layout
-from mosaic_kernels.policy_loss.cpu import address, as_float32, backward
+from mosaic_kernels.policy_loss.cpu import backward
 
 __all__ = ["backward", "forward", "supports"]
 
@@ -20,13 +21,7 @@ _library.define(
 
 
 def supports(value: Tensor) -> str:
-    if extension is None:
-        return available_backends()["cpu"]
-    if value.device.type != "cpu":
-        return f"the tensors are on {value.device}"
-    if value.dtype == torch.float64:
-        return "it returns float32, and a float64 value asks for float64: use backend='reference'"
-    return ""
+    return refusal(value=value)
 
 
 def forward(

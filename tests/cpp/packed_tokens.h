@@ -1,6 +1,7 @@
 // Random packed layouts with masks, and what several ops define over them.
 #pragma once
 
+#include <limits>
 #include <vector>
 
 #include "check.h"

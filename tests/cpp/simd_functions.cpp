@@ -6,6 +6,13 @@
 namespace mosaic::MOSAIC_ISA {
 namespace {
 
+// The tile of sums that is tested, another than those of the kernels.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 9, kTileVectors = 3;
+#else
+constexpr int kTileRows = 6, kTileVectors = 2;
+#endif
+
 Float apply(SimdFunction function, Float a, Float b, Float c) {
     switch (function) {
         case SimdFunction::exp:
@@ -14,6 +21,14 @@ Float apply(SimdFunction function, Float a, Float b, Float c) {
             return expm1(a);
         case SimdFunction::tanh:
             return tanh(a);
+        case SimdFunction::exp_inside:
+            return exp_inside(a);
+        case SimdFunction::scaled_exp: {
+            const ScaledExp parts = scaled_exp(a);
+            return fma(parts.p, parts.scale, parts.scale);
+        }
+        case SimdFunction::excess:
+            return scaled_exp(a).excess;
         case SimdFunction::absolute:
             return absolute(a);
         case SimdFunction::max:

@@ -8,7 +8,21 @@
 
 namespace mosaic {
 
-enum class SimdFunction { exp, expm1, tanh, absolute, max, min, with_sign, select_less, fma, through_double };
+enum class SimdFunction {
+    exp,
+    expm1,
+    tanh,
+    exp_inside,  // for |x| <= 120
+    scaled_exp,  // for |x| <= 87: its p and scale put together
+    excess,      // for |x| <= 87: exp(x) - 1 - x
+    absolute,
+    max,
+    min,
+    with_sign,
+    select_less,
+    fma,
+    through_double
+};
 
 // out[i] = function(a[i], b[i], c[i]) for any size: whole vectors, the rest through a padded one.
 struct SimdCall {

@@ -100,7 +100,7 @@ struct Number {
 };
 
 struct Truth {
-    std::vector<Number> output, logsumexp, dquery, dkey, dvalue;
+    std::vector<Number> output, largest, logsumexp, dquery, dkey, dvalue;
 };
 
 // Tokens that a token sees, the oldest first.
@@ -123,8 +123,9 @@ Truth truth(const Case& input) {
     const double rounding = input.query.elements.rounding();
     const double scale = input.inputs.scale, softcap = input.inputs.softcap;
     const auto numbers = [&](int64_t count) { return std::vector<Number>(static_cast<size_t>(count)); };
-    Truth out{numbers(tokens * query_heads * size), numbers(tokens * query_heads), numbers(tokens * query_heads * size),
-              numbers(tokens * key_heads * size), numbers(tokens * key_heads * size)};
+    Truth out{numbers(tokens * query_heads * size), numbers(tokens * query_heads),
+              numbers(tokens * query_heads),        numbers(tokens * query_heads * size),
+              numbers(tokens * key_heads * size),   numbers(tokens * key_heads * size)};
     for (int64_t segment = 0; segment < input.inputs.num_segments; ++segment)
         for (int64_t t = input.cu_seqlens[segment]; t < input.cu_seqlens[segment + 1]; ++t)
             for (int64_t head = 0; head < query_heads; ++head) {
@@ -153,6 +154,7 @@ Truth truth(const Case& input) {
                 // Probabilities may be rounded to the tensors' type before they are multiplied.
                 const double relative = 2 * off + 2e-6 + 2 * rounding;
                 const auto row = static_cast<size_t>(t * query_heads + head);
+                out.largest[row] = {largest, off};
                 out.logsumexp[row] = {largest + std::log(normaliser), off + 1e-6};
                 double inner = 0, inner_size = 0;
                 for (size_t i = 0; i < keys.size(); ++i) {
@@ -188,11 +190,11 @@ Truth truth(const Case& input) {
 
 struct Results {
     Elements output, dkey, dvalue;
-    Array<float> logsumexp, dquery;
+    Array<float> statistics, dquery;
 
     bool same_bits_as(const Results& other) const {
         return output.same_bits_as(other.output) && dkey.same_bits_as(other.dkey) &&
-               dvalue.same_bits_as(other.dvalue) && same_bits(logsumexp, other.logsumexp) &&
+               dvalue.same_bits_as(other.dvalue) && same_bits(statistics, other.statistics) &&
                same_bits(dquery, other.dquery);
     }
 };
@@ -202,22 +204,22 @@ Results run(const Case& input, int64_t threads) {
     const int64_t tokens = input.num_tokens();
     const ElementType type = input.inputs.type;
     Results out{Elements(type, tokens * query_heads * size), Elements(type, tokens * key_heads * size),
-                Elements(type, tokens * key_heads * size), Array<float>(tokens * query_heads, kNaN),
+                Elements(type, tokens * key_heads * size), Array<float>(2 * tokens * query_heads, kNaN),
                 Array<float>(tokens * query_heads * size, kNaN)};
     AttentionInputs inputs = input.inputs;
     inputs.threads = threads;
-    branch_attention_forward({inputs, out.output.data(), out.logsumexp.begin()});
+    branch_attention_forward({inputs, out.output.data(), out.statistics.begin()});
     branch_attention_backward({inputs,
                                {out.output.data(), query_heads * size, size},
                                input.doutput.tensor(),
-                               out.logsumexp.begin(),
+                               out.statistics.begin(),
                                out.dquery.begin(),
                                out.dkey.data(),
                                out.dvalue.data()});
     return out;
 }
 
-// `actual` is an Elements or an Array<float>.
+// `actual` is an Elements or an Array.
 template <class Actual>
 void near(const Actual& actual, const std::vector<Number>& expected, double rounding, const char* what) {
     for (size_t i = 0; i < expected.size(); ++i) {
@@ -236,7 +238,15 @@ void check_case(const Case& input) {
         for (const int64_t threads : {2, 4})
             CHECK(out.same_bits_as(run(input, threads)), "threads %lld", as_printed(threads));
         near(out.output, expected.output, out.output.rounding(), "output");
-        near(out.logsumexp, expected.logsumexp, 0x1p-24, "logsumexp");
+        const int64_t rows = out.statistics.size() / 2;
+        Array<float> largest(rows);
+        Array<double> logsumexp(rows);
+        for (int64_t row = 0; row < rows; ++row) {
+            largest[row] = out.statistics[2 * row];
+            logsumexp[row] = static_cast<double>(largest[row]) + out.statistics[2 * row + 1];
+        }
+        near(largest, expected.largest, 0x1p-24, "largest");
+        near(logsumexp, expected.logsumexp, 0x1p-24, "logsumexp");
         near(out.dquery, expected.dquery, 0x1p-24, "dquery");
         near(out.dkey, expected.dkey, out.dkey.rounding(), "dkey");
         near(out.dvalue, expected.dvalue, out.dvalue.rounding(), "dvalue");

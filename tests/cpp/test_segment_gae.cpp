@@ -1,6 +1,5 @@
 // segment_gae in every instruction set, against the recursion spelt out in double.
 #include <limits>
-#include <type_traits>
 #include <vector>
 
 #include "check.h"
@@ -11,15 +10,13 @@ namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-using Bootstrap = std::remove_const_t<std::remove_pointer_t<decltype(SegmentGae::bootstrap_value)>>;
-
 struct Case {
     Array<float> reward, value;
     Array<uint8_t> mask;
     Array<int32_t> cu_seqlens;
     Array<int64_t> segment_trajectory;
     Array<double> lam, lam_critic;
-    Array<Bootstrap> bootstrap_value;
+    Array<double> bootstrap_value;
     int64_t num_trajectories;
 };
 
@@ -31,9 +28,9 @@ Case make_case(Random& random, const std::vector<int64_t>& lengths, int64_t num_
     for (int64_t s = 0; s < num_segments; ++s)
         cu_seqlens[s + 1] = cu_seqlens[s] + static_cast<int32_t>(lengths[static_cast<size_t>(s)]);
     const int64_t tokens = cu_seqlens[num_segments];
-    Case made{Array<float>(tokens),        Array<float>(tokens),           Array<uint8_t>(tokens),
-              std::move(cu_seqlens),       Array<int64_t>(num_segments),   Array<double>(num_segments),
-              Array<double>(num_segments), Array<Bootstrap>(num_segments), num_trajectories};
+    Case made{Array<float>(tokens),        Array<float>(tokens),         Array<uint8_t>(tokens),
+              std::move(cu_seqlens),       Array<int64_t>(num_segments), Array<double>(num_segments),
+              Array<double>(num_segments), Array<double>(num_segments),  num_trajectories};
     Array<double> lam(num_trajectories), lam_critic(num_trajectories);
     for (double& x : lam) x = random.uniform(0.5f, 1);
     for (double& x : lam_critic) x = random.uniform(0.5f, 1);
