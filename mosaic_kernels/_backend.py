@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
 from types import ModuleType
 from typing import Any
+
+import torch
 
 try:
     from mosaic_kernels import _C as extension
@@ -12,6 +17,9 @@ except ImportError as error:
     _extension_reason = f"the compiled extension does not load ({error}); reinstall with: pip install -e ."
 else:
     _extension_reason = ""
+
+# Triton's own switch, which it reads when it is imported: kernels then run on CPU tensors, slowly, for tests.
+TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 
@@ -25,9 +33,24 @@ def available_backends() -> dict[str, str]:
     return {
         "reference": "available",
         "cpu": _extension_reason or "available",
-        "triton": "no op has a Triton kernel in this version",
+        "triton": _triton_reason() or "available",
         "cuda": "no op has a CUDA kernel in this version",
     }
+
+
+@torch.compiler.assume_constant_result  # a traced call need not look for packages
+@functools.cache
+def _triton_reason() -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed: pip install triton"
+    if not TRITON_INTERPRETED:
+        if torch.version.cuda is None or not torch.cuda.is_available():
+            return "there is no NVIDIA GPU (TRITON_INTERPRET=1, set before Python starts, runs kernels on CPU tensors)"
+        if torch.cuda.get_device_capability() < (8, 0):
+            return f"the GPU has compute capability {torch.cuda.get_device_capability()}, and the kernels need (8, 0)"
+    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
+        return "triton is older than 3.4, which has no tensor descriptors: pip install -U triton"
+    return ""
 
 
 def pick(op: str, backend: str | None, modules: dict[str, ModuleType], **call: Any) -> ModuleType:

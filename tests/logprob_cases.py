@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mosaic_kernels._backend import extension
-from mosaic_kernels.testing import instruction_set, instruction_sets
+from mosaic_kernels.testing import instruction_set, instruction_sets, runnable
 
 # The last set once more with its dot products of bfloat16, which are on by themselves on AMD's processors only.
 CPU_VARIANTS = instruction_sets()
@@ -31,7 +31,7 @@ def cpu_variant(name: str) -> Iterator[None]:
             extension.use_bfloat16_dot(before)
 
 
-@pytest.fixture(name="backend", params=["reference", *(f"cpu {name}" for name in CPU_VARIANTS)])
+@pytest.fixture(name="backend", params=[*runnable("reference", "triton"), *(f"cpu {name}" for name in CPU_VARIANTS)])
 def every_backend(request) -> Iterator[str]:
     """Every backend; "cpu" once in each of its variants."""
     name, _, variant = request.param.partition(" ")

@@ -11,14 +11,14 @@ from torch import Tensor
 from mosaic_kernels._backend import pick
 from mosaic_kernels._checks import check_layout, check_tensor
 from mosaic_kernels.layout import Layout
-from mosaic_kernels.linear_logprob import autograd, cpu, reference
+from mosaic_kernels.linear_logprob import autograd, cpu, reference, triton
 from mosaic_kernels.linear_logprob.checks import active_rows, check_arguments
 from mosaic_kernels.linear_logprob.collectives import VocabShard, check_member, sum_over_ranks
 from mosaic_kernels.linear_logprob.targets import shifted_targets
 
 __all__ = ["LogprobOutput", "SegmentScore", "linear_logprob", "segment_logprob", "shifted_targets"]
 
-_MODULES = {"cpu": cpu, "reference": reference}
+_MODULES = {"cpu": cpu, "triton": triton, "reference": reference}
 
 
 class LogprobOutput(NamedTuple):
@@ -88,6 +88,15 @@ def linear_logprob(
     the same bits for any number of threads. A row whose gradient from above is exactly 0, such as a clipped token, is
     skipped in the backward pass whatever it holds; on the reference a non-finite row spoils the gradients even then.
     Compiled backends have no second derivative.
+
+    Backend "triton" takes the same on NVIDIA GPUs from compute capability 8.0 and never waits for the device: scored
+    rows are gathered inside the kernels, and a CUDA graph can hold the call. float32 is multiplied as IEEE float32, not
+    as tf32. The logits are float32 and stay on the chip; of their gradient one chunk of ids at a time, at most an
+    eighth of the vocabulary, is kept in hidden's dtype (256 MiB, or twice [T, H] where that is more) between the two
+    products that it feeds. Rows and ids are always cut in the same way, so that a row's log-prob does not depend on the
+    others. Where neither weight nor bias takes a gradient, and no softcap, entropy or grad_filter is asked for, the
+    forward pass also makes sum_v p_v weight_v [T, H] in float32 by the same chunks, and the backward pass computes no
+    logits: two products in all instead of three.
 
     Raises:
         ValueError: wrong shape, device, temperature, softcap, or kept offsets.

@@ -29,7 +29,8 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor | None]:
     """logprob [T] and entropy [T] or None, float32; 0 outside `active`.
 
-    A backend has `kept_lists`, `forward` and `backward`, whose arguments are those of the ops in cpu.py.
+    A backend has `kept_lists`, `forward` and `backward`, whose arguments are those of the ops in cpu.py. It may have
+    `forward_expected` and `backward_expected`, a shorter way where dhidden is the only gradient: triton.py.
     """
     device, target = hidden.device, target.to(torch.int64)
     if weight is hidden:  # torch.compile refuses a Function that is given one tensor twice
@@ -46,11 +47,19 @@ def linear_logprob(
     lists = (None, None, None)
     if kept is not None:
         lists = backend.kept_lists(*kept, target, active, start, weight.shape[0], total)
+    expected = (
+        hasattr(backend, "forward_expected")
+        and torch.is_grad_enabled()
+        and hidden.requires_grad
+        and not (weight.requires_grad or (bias is not None and bias.requires_grad))
+        and not (return_entropy or grad_filter or softcap is not None)
+    )
     outputs = _LinearLogprob.apply(
         backend,
         shard.group,
         return_entropy,
         grad_filter,
+        expected,
         hidden,
         weight,
         bias,
@@ -67,8 +76,12 @@ def linear_logprob(
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, backend, group, return_entropy, grad_filter, *call):
-        statistics = backend.forward(*call, return_entropy)
+    def forward(ctx, backend, group, return_entropy, grad_filter, expected, *call):
+        if expected:
+            *statistics, expected = backend.forward_expected(*call)
+        else:
+            statistics, expected = backend.forward(*call, return_entropy), None
+        own = statistics[0]
         if group is not None:
             statistics = _over_ranks(*statistics, group)
         largest, normaliser, weighted, target_logit = statistics
@@ -79,7 +92,11 @@ class _LinearLogprob(torch.autograd.Function):
         entropy = None
         if return_entropy:
             entropy = torch.where(active, (log_normaliser - weighted / normaliser).clamp(min=0).float(), 0.0)
-        ctx.save_for_backward(*call[:-2], largest, log_normaliser.float(), entropy)
+        scale = None
+        if expected is not None:  # p = exp(x - own) scale; a rank may have none of a row's ids
+            scale = (own.double() - largest.double() - log_normaliser).exp()
+            scale = torch.where(own == -torch.inf, 0.0, scale).float()
+        ctx.save_for_backward(*call[:-2], largest, log_normaliser.float(), entropy, expected, scale)
         ctx.backend, ctx.group, ctx.grad_filter, ctx.place = backend, group, grad_filter, call[-2:]
         ctx.set_materialize_grads(False)
         return (logprob, entropy) if return_entropy else logprob
@@ -87,27 +104,32 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dlogprob, dentropy=None):
-        *call, largest, log_normaliser, entropy = ctx.saved_tensors
+        *call, largest, log_normaliser, entropy, expected, scale = ctx.saved_tensors
         hidden, active = call[0], call[4]
-        wanted = ctx.needs_input_grad[4:7]
+        wanted = ctx.needs_input_grad[5:8]
         # The ranks' parts are added up before they are rounded.
         dtype = hidden.dtype if ctx.group is None else torch.float32
-        gradients = ctx.backend.backward(
-            *call,
-            *ctx.place,
-            largest,
-            log_normaliser,
-            entropy,
-            dlogprob,
-            dentropy,
-            ctx.grad_filter,
-            dtype if wanted[0] else None,
-            *wanted[1:],
-        )
+        if expected is None:
+            gradients = ctx.backend.backward(
+                *call,
+                *ctx.place,
+                largest,
+                log_normaliser,
+                entropy,
+                dlogprob,
+                dentropy,
+                ctx.grad_filter,
+                dtype if wanted[0] else None,
+                *wanted[1:],
+            )
+        else:
+            _, weight, _, target, active, temperature, _, _, _, kept_state = call
+            row = (weight, target, active, temperature, kept_state, *ctx.place)
+            gradients = (ctx.backend.backward_expected(*row, expected, scale, dlogprob, dtype), None, None)
         dhidden, dweight, dbias = (x if want else None for x, want in zip(gradients, wanted))
         if ctx.group is not None and dhidden is not None:
             dhidden = _sum_rows(dhidden, active, ctx.group).to(hidden.dtype)
-        return None, None, None, None, dhidden, dweight, dbias, *(None,) * 9
+        return None, None, None, None, None, dhidden, dweight, dbias, *(None,) * 9
 
 
 def _over_ranks(
