@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -109,8 +110,8 @@ def write(description: dict, sections: dict[str, list[Row]], verdicts: list[Verd
         "plots": plots,
     }
     paths = [folder / f"{stem}.md", folder / f"{stem}.json", folder / f"{stem}.history.jsonl"]
-    paths[0].write_text(markdown(description, verdicts, sections, plots))
-    paths[1].write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    replace_text(paths[0], markdown(description, verdicts, sections, plots))
+    replace_text(paths[1], json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     measured = {
         f"{entry['op']}: {entry['target']}, {entry['limit']}": entry["measured"]
         for entry in judged
@@ -118,6 +119,22 @@ def write(description: dict, sections: dict[str, list[Row]], verdicts: list[Verd
     }
     append_row(paths[2], {**description, "targets": measured})
     return paths + [folder / name for name in plots.values()]
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes the file beside its place first: a run killed meanwhile leaves the results of the one before."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def unusable(folder: Path) -> str:
+    """Why results cannot be written into `folder`, which is made if need be, or ""."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{folder} cannot be made: {error.strerror}"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not writable"
 
 
 def print_targets(verdicts: list[Verdict], say: Callable[[str], None]) -> None:
@@ -137,6 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
     options = parser.parse_args(arguments)
+    if reason := unusable(options.output):
+        parser.error(f"--output: {reason}: name another folder")
     start, others = time.monotonic(), cores_used_by_others()
 
     def say(line: str) -> None:
@@ -146,8 +165,8 @@ def main(arguments: list[str] | None = None) -> int:
     verdicts = judge(sections)
     elapsed, others_used = time.monotonic() - start, others()
     description = {**describe(), "quick": options.quick, "seconds": round(elapsed, 1), "others": others_used}
-    paths = write(description, sections, verdicts, options.output)
     print_targets(verdicts, say)
+    paths = write(description, sections, verdicts, options.output)
     say(f"\n{elapsed:.0f} s on {torch.get_num_threads()} threads{in_words(others_used)}")
     say("\n".join(f"wrote {path}" for path in paths))
     return 0

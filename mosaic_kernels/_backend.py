@@ -38,7 +38,6 @@ def available_backends() -> dict[str, str]:
     }
 
 
-@torch.compiler.assume_constant_result  # a traced call need not look for packages
 @functools.cache
 def _triton_reason() -> str:
     if importlib.util.find_spec("triton") is None:
@@ -51,6 +50,11 @@ def _triton_reason() -> str:
     if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
         return "triton is older than 3.4, which has no tensor descriptors: pip install -U triton"
     return ""
+
+
+# A traced call need not look for packages. torch.compiler.assume_constant_result sets just this, but it imports the
+# compiler.
+_triton_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def pick(op: str, backend: str | None, modules: dict[str, ModuleType], **call: Any) -> ModuleType:

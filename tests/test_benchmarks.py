@@ -7,6 +7,7 @@ import math
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -354,6 +355,25 @@ def test_the_report_says_every_verdict(tmp_path):
     lines = []
     report.print_targets(verdicts, lines.append)
     assert len(lines) == 2 + len(targets()) and any("holds" in line for line in lines)
+
+
+def test_a_folder_that_takes_no_results_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "run", lambda *_: pytest.fail("measured although nothing can be written"))
+    (tmp_path / "file").write_text("")
+    for folder, writable in ((tmp_path / "file", True), (tmp_path / "read-only", False)):
+        monkeypatch.setattr(report.os, "access", lambda *_, writable=writable: writable)  # root may write anywhere
+        with pytest.raises(SystemExit):
+            report.main(["--output", str(folder)])
+        assert f"--output: {folder}" in capsys.readouterr().err
+
+
+def test_a_run_killed_while_it_writes_leaves_the_results_before_it(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    report.replace_text(path, "before")
+    monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("killed"))
+    with pytest.raises(pytest.fail.Exception):
+        report.replace_text(path, "after")
+    assert path.read_text() == "before"
 
 
 # Every case, tiny

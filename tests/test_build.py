@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,8 @@ def test_the_extension_is_built_and_loads():
 def test_every_backend_is_available_or_says_why_not():
     state = available_backends()
     assert tuple(state) == BACKENDS and state["reference"] == "available"
-    assert "no op has a Triton kernel" in state["triton"] and "no op has a CUDA kernel" in state["cuda"]
+    reasons = "available|the package triton is not installed|there is no NVIDIA GPU|the GPU has|triton is older"
+    assert re.match(reasons, state["triton"]) and "no op has a CUDA kernel" in state["cuda"]
 
 
 class Refusing:

@@ -276,3 +276,12 @@ def test_grad_filter_stays_within_the_bound_it_states(dtype, margin):
     sums = (c[:, None] * inputs["hidden"].float().abs()).sum(0)
     assert (off["weight"] <= eps / vocab * sums + rounding["weight"]).all()
     assert (off["bias"] <= eps / vocab * c.sum() + rounding["bias"]).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_grad_filter_hides_no_row_that_is_not_finite(bad):
+    inputs = peaked(torch.float32, margin=2.0)
+    inputs["hidden"][0] = bad
+    gradients = run(inputs, grad_filter=True)[2]
+    assert gradients["hidden"][0].isnan().all() and gradients["hidden"][1:].isfinite().all()
+    assert gradients["weight"].isnan().all() and gradients["bias"].isnan().all()

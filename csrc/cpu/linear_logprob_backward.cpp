@@ -132,7 +132,7 @@ template <int C, bool with_entropy>
 float differentiate(const Backward& backward, int64_t at, int64_t ids, const int32_t* target, float* x) {
     const LogprobInputs& in = backward.inputs();
     const RowState& state = backward.state;
-    Int top[C] = {};
+    Bits top[C] = {};
     for (int64_t v = 0; v < ids; ++v) {
         for (int c = 0; c < C; ++c, x += kLanes) {
             const int64_t lane = at + c * kLanes;
@@ -142,7 +142,8 @@ float differentiate(const Backward& backward, int64_t at, int64_t ids, const int
             // The bound makes exp 0, and keeps 0 * -infinity out of the entropy's gradient.
             const Float shifted = max(broadcast(-120.0f), logit - load(state.largest + lane));
             const Float p = exp_inside(shifted) * load(state.reciprocal + lane);
-            top[c] = (Int)p > top[c] ? (Int)p : top[c];  // as integers, so that NaN is the largest
+            // Bits compare as their numbers do, for none is negative; and a NaN of either sign is the largest.
+            top[c] = (Bits)p > top[c] ? (Bits)p : top[c];
             Float gradient = dlogprob * (select(id == static_cast<int32_t>(v), broadcast(1.0f), Float{}) - p);
             if (with_entropy) gradient -= load(state.dentropy + lane) * (p * (shifted + load(state.offset + lane)));
             if (in.softcap != 0) {
@@ -153,13 +154,12 @@ float differentiate(const Backward& backward, int64_t at, int64_t ids, const int
             store(x, gradient);
         }
     }
-    float largest = 0;
+    uint32_t largest = 0;
     for (int c = 0; c < C; ++c)
-        for (int lane = 0; lane < kLanes; ++lane) {
-            const float p = ((Float)top[c])[lane];
-            if (!(p <= largest)) largest = p;
-        }
-    return largest;
+        for (int lane = 0; lane < kLanes; ++lane) largest = top[c][lane] > largest ? top[c][lane] : largest;
+    float p;
+    std::memcpy(&p, &largest, sizeof p);
+    return p;
 }
 
 // The gradient of a tile's logits in a panel's tokens.
