@@ -23,7 +23,7 @@ from mosaic.scoring import MarginalGainScorer
 from mosaic.train import add_scores
 from mosaic.trajectory import Trajectory
 from mosaic.update import accumulate_gradients, optimizer_batches
-from mosaic_kernels import linear_logprob, policy_loss
+from mosaic_kernels import available_backends, linear_logprob, policy_loss
 
 ROUNDS = 3
 
@@ -48,6 +48,9 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print(__doc__, file=sys.stderr)
         return 2
+    if (state := available_backends()["cpu"]) != "available":
+        print(f"there is nothing to compare: {state}", file=sys.stderr)
+        return 1
     run = Path(arguments[0])
     config = load_config(run / "config.yaml", [])
     records = read_trajectory_file(run / "trajectories" / "step_000001.jsonl.zst")
@@ -77,7 +80,7 @@ def main(arguments: list[str]) -> int:
         sides = {"cpu": call, "reference": lambda call=call: alone(call)}
         timing = interleave(sides, ROUNDS, side_seconds=600)
         ours, theirs = timing["cpu"].median, timing["reference"].median
-        print(f"{name}: cpu {ours:.1f} s, reference {theirs:.1f} s, {theirs / ours:.2f} times faster")
+        print(f"{name}: cpu {ours:.1f} s, reference {theirs:.1f} s, {theirs / ours:.2f} times as long")
     return 0
 
 

@@ -117,6 +117,25 @@ def test_a_long_segment_is_as_accurate_as_pytorch(variant, objective):
 
 
 @pytest.mark.parametrize("level", ["segment", "trajectory"])
+def test_a_unit_of_large_differences_that_cancel_is_as_accurate_as_pytorch(variant, level):
+    def draw(seed):
+        layout = Layout.from_lengths([200] * 4, [0, 1, 2, 3])
+        x, mask = random_inputs(layout, seed, active=1.1)
+        half = 300 * torch.randn(4, 100, generator=torch.Generator().manual_seed(seed))
+        x["old_logprob"], x["logprob"] = torch.zeros(800), torch.cat([half, 0.01 - half.flip(1)], 1).flatten()
+        options = dict(terms=False)
+        arguments = x, mask, layout, Clip(low=1.0, high=math.inf, level=level)
+        results = (
+            result(*arguments, **options),
+            result(*arguments, "reference", **options),
+            result(*arguments, "reference", torch.float64, **options),
+        )
+        return [{name: found[name] for name in ("dlogprob", "ratio_max")} for found in results]
+
+    assert_draws_as_accurate(draw)
+
+
+@pytest.mark.parametrize("level", ["segment", "trajectory"])
 def test_a_unit_does_not_depend_on_its_neighbours(variant, level):
     lengths = [5, 33_000, 1, 0, 20_000]
     layout = random_layout(lengths, trajectories=1 if level == "trajectory" else 5)

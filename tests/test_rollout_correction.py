@@ -239,3 +239,21 @@ def test_float64_is_for_the_reference():
     with pytest.raises(NotImplementedError, match="the float64 logprob asks for float64: use backend='reference'"):
         rollout_correction(ROLLOUT, ROLLOUT, LAYOUT, backend="cpu")
     assert rollout_correction(ROLLOUT, ROLLOUT, LAYOUT).weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("level", ["segment", "trajectory"])
+def test_a_unit_of_large_differences_that_cancel_is_as_accurate_as_pytorch(backend, level):
+    def draw(seed):
+        generator = torch.Generator().manual_seed(seed)
+        half = 30 * torch.randn(4, 100, generator=generator)
+        logprob = torch.cat([half, 0.01 - half.flip(1)], 1).flatten()
+        zero, layout = torch.zeros(800), Layout.from_lengths([200] * 4, [0, 1, 2, 3])
+        options = dict(level=level, cap=1e6)
+        results = (
+            rollout_correction(logprob, zero, layout, backend=backend, **options),
+            rollout_correction(logprob, zero, layout, backend="reference", **options),
+            rollout_correction(logprob.double(), zero.double(), layout, backend="reference", **options),
+        )
+        return [{"weight": out.weight} for out in results]
+
+    assert_draws_as_accurate(draw)

@@ -30,20 +30,19 @@ MOSAIC_INLINE Float poison_of(const Tokens& tokens, int64_t i, Int active) {
     return poison;
 }
 
-// Sum of logprob - old_logprob over active tokens; NaN if any input of one is not finite.
+// Sum of logprob - old_logprob over active tokens; NaN if any input of one is not finite. All in float64: what an
+// exponential is taken of may be what large differences of either sign leave.
 struct DifferenceStep {
     Sum difference;
     Int active{};
 
     MOSAIC_INLINE void operator()(const Tokens& tokens, int64_t count) {
-        Float block{};
         for (int64_t i = 0; i < count; i += kLanes) {
             const Int mask = load_mask(tokens.mask + i);
             active -= mask;
-            block += load_active(tokens.in[kLogprob] + i, mask) - load_active(tokens.in[kOldLogprob] + i, mask) +
-                     poison_of(tokens, i, mask);
+            difference.add_block(load_active(tokens.in[kLogprob] + i, mask) -
+                                 load_active(tokens.in[kOldLogprob] + i, mask) + poison_of(tokens, i, mask));
         }
-        difference.add_block(block);
     }
 };
 

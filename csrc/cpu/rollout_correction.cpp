@@ -20,18 +20,17 @@ MOSAIC_INLINE Difference difference_of(const Tokens& tokens, int64_t i, Int mask
     return {logprob - rollout + poison, poison};
 }
 
+// Their sum, all in float64: what an exponential is taken of may be what large differences of either sign leave.
 struct DifferenceStep {
     Sum difference;
     Int active{};
 
     MOSAIC_INLINE void operator()(const Tokens& tokens, int64_t count) {
-        Float block{};
         for (int64_t i = 0; i < count; i += kLanes) {
             const Int mask = load_mask(tokens.mask + i);
             active -= mask;
-            block += difference_of(tokens, i, mask).value;
+            difference.add_block(difference_of(tokens, i, mask).value);
         }
-        difference.add_block(block);
     }
 };
 
